@@ -1,0 +1,1 @@
+"""Arrays in, arrays out: the operations of a decoder step."""

@@ -1,0 +1,1 @@
+"""The scheduler: owns request state and every batching decision."""

@@ -1,0 +1,1 @@
+"""The worker: owns a device, runs step plans."""

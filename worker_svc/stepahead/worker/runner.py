@@ -1,0 +1,172 @@
+"""The seam between the executor and a model: what one step looks like, and what a runner does with it.
+
+The executor's host thread turns a step plan into a `StepBatch` of plain NumPy arrays; the device thread hands
+it to a `Runner`. A runner owns everything on the device: weights, the paged KV cache and, per slot, the *cell*
+that holds (last sampled token, the position that token will be fed at). No other thread calls a runner, torch
+included (a second thread that enters OpenMP slows every later forward by a third).
+
+    token_ids      t t t t | -1 | -1 | t t        -1: "feed what this slot sampled last" (its cell)
+    query_start_loc 0        4    5    6    8
+    rows            chunk 0  decode    chunk 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+UInt8Array = NDArray[np.uint8]
+UInt64Array = NDArray[np.uint64]
+Float32Array = NDArray[np.float32]
+
+LAST_SAMPLE = -1
+"""In `StepBatch.token_ids`: feed the token in the row's slot cell."""
+
+NO_POSITION = -1
+"""In a cell: nothing to feed (never sampled, released, or a hole)."""
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called as (what, done, total) while weights load; units are bytes."""
+
+
+class SampleStatus(IntEnum):
+    """Outcome of one sampling row; the values are RowError codes of the protocol."""
+
+    OK = 0
+    NON_FINITE = 1
+    POSITION_MISMATCH = 2
+    NOTHING_ALLOWED = 3
+    GATE_MISSING = 4
+    SKIPPED = 255
+    """A SKIP gate: nothing sampled, no error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingColumns:
+    """Sampling parameters of the sampling rows of a step, all of length num_samples.
+
+    A draw is a pure function of (seed, choice_index, output_index); see `stepahead.kernels.reference.philox`.
+    """
+
+    temperature: Float32Array  # [num_samples], 0 is greedy
+    top_p: Float32Array  # [num_samples], 1 is off
+    top_k: Int32Array  # [num_samples], 0 is off
+    min_p: Float32Array  # [num_samples], 0 is off
+    seed: UInt64Array  # [num_samples]
+    choice_index: Int64Array  # [num_samples]
+    output_index: Int64Array  # [num_samples], 0 for the first output token
+    suppressed: tuple[Int64Array | None, ...] = ()
+    """Per sampling row, token ids that may not be sampled at this output index; empty: none for all rows."""
+    masks: tuple[UInt8Array | None, ...] = ()
+    """Per sampling row, a packed little-endian bit mask of ceil(vocab / 8) bytes; empty: no constrained row."""
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One step as flat host arrays. Rows keep plan order: explicit rows first, then decode members."""
+
+    step_id: int
+    slots: Int32Array  # [num_rows]
+    token_ids: Int64Array  # [num_tokens], LAST_SAMPLE where the row feeds its cell
+    positions: Int64Array  # [num_tokens]
+    query_start_loc: Int32Array  # [num_rows + 1], token offsets of the rows
+    seq_lens: Int32Array  # [num_rows], last fed position + 1
+    block_tables: Int32Array  # [num_rows, width], entries past a row's need are 0 and must not be read
+    slot_mapping: Int64Array  # [num_tokens], block_id * block_size + offset: where the KV goes
+    sample_rows: Int32Array  # [num_samples], indexes of the rows that sample, ascending
+    sampling: SamplingColumns
+    invalidated_slots: Int32Array  # slots released or admitted by this plan: their cells become NO_POSITION first
+    copies: tuple[tuple[int, int], ...] = ()
+    """(source block, destination block), before the forward."""
+    zeroed_blocks: tuple[int, ...] = ()
+    """Blocks set to zero, before the forward."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens fed by the step."""
+        return len(self.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """What a step sampled, on the host."""
+
+    token_ids: Int64Array  # [num_samples], undefined where status is not OK
+    status: UInt8Array  # [num_samples], SampleStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """Size of the batch and the paged cache a runner must hold."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the rest of the system must know about a loaded model."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    device: str
+    tokenizer_bundle: bytes = field(default=b"", repr=False)
+    """Zip archive (tokenizer.json, chat_template.jinja, bundle.json) or empty."""
+
+
+class Runner(Protocol):
+    """A model on a device. Every method is called on the device thread, in order, and may block it.
+
+    Life: `load` once, `allocate` once, then per step `forward(batch)` followed by `sample(batch)`; a next
+    step's `forward` never starts before the previous `sample` has returned. `reset` empties all cells.
+    """
+
+    def load(self, progress: ProgressCallback) -> ModelFacts:
+        """Loads the weights. Raises `ModelError` with a message for a person."""
+        ...
+
+    def allocate(self, shape: CacheShape) -> None:
+        """Allocates cells and KV storage, every byte of it written once."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets all cells (a new session: nothing of the old one may be read)."""
+        ...
+
+    def forward(self, batch: StepBatch) -> None:
+        """Invalidates cells, copies blocks, resolves LAST_SAMPLE, writes KV, keeps the logits of `sample_rows`.
+
+        A LAST_SAMPLE row whose cell position differs from the row's position is a hole: it writes nothing and
+        `sample` reports POSITION_MISMATCH for it.
+        """
+        ...
+
+    def sample(self, batch: StepBatch) -> StepSamples:
+        """Samples `batch.sample_rows` and writes each OK row's cell: (token, last fed position + 1)."""
+        ...
