@@ -1,0 +1,1 @@
+"""Text of the scheduler: tokenizer bundle, chat template, incremental decoding, stop strings."""
