@@ -1,0 +1,239 @@
+"""The blocking client."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar, Unpack, cast
+
+import grpc
+from stepahead.client import convert
+from stepahead.client.channel import DEFAULT_ADDRESS, open_channel
+from stepahead.client.errors import DeadlineError, UnavailableError, from_rpc_error
+from stepahead.client.folding import CompletionFold
+from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
+from stepahead.client.requests import (
+    ChatTurn,
+    GenerateOptions,
+    GenerationRequest,
+    Prompt,
+    cancel_message,
+    chat_prompt,
+    check_timeout,
+    detokenize_message,
+    generate_message,
+    make_request,
+    tokenize_message,
+)
+from stepahead.client.status import ServerStatus
+from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo, Phase, Started
+from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
+
+_Request_contra = TypeVar("_Request_contra", contravariant=True)
+_Response_co = TypeVar("_Response_co", covariant=True)
+
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class _UnaryCall(Protocol[_Request_contra, _Response_co]):
+    def __call__(self, request: _Request_contra, timeout: float | None = None) -> _Response_co: ...
+
+
+class _ResponseCall(Protocol):
+    """What is used of grpc's streaming call."""
+
+    def __next__(self) -> generation_pb2.GenerateResponse: ...
+    def cancel(self) -> bool: ...
+
+
+class CompletionStream:
+    """The answer to one request, as it is made.
+
+    Use it as a context manager and iterate inside::
+
+        with client.stream("Once upon a time") as stream:
+            for delta in stream:
+                print(delta.text, end="")
+            completion = stream.completion()
+
+    The call starts on entry. Leaving early, by whatever way, cancels the request on the server.
+    """
+
+    def __init__(self, start: Callable[[], _ResponseCall], request: GenerationRequest) -> None:
+        self._start = start
+        self._fold = CompletionFold(request)
+        self._call: _ResponseCall | None = None
+        self._ended = False
+        self._pending: deque[Delta] = deque()
+
+    @property
+    def started(self) -> Started | None:
+        """The admission event, once it has come."""
+        return self._fold.started
+
+    @property
+    def phase(self) -> Phase:
+        """Where the request is, as far as the server has said."""
+        return self._fold.phase
+
+    @property
+    def text(self) -> str:
+        """Text of choice 0 so far."""
+        return self._fold.text()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of choice 0 so far."""
+        return self._fold.token_ids()
+
+    def completion(self) -> Completion:
+        """Reads the rest of the stream and returns the finished request. Raises StepaheadError."""
+        for _ in self:
+            pass
+        return self._fold.completion()
+
+    def cancel(self) -> None:
+        """Cancels the request; a blocked iteration ends with RequestCancelledError. Thread-safe."""
+        if self._call is not None:
+            self._call.cancel()
+
+    def __enter__(self) -> Self:
+        if self._call is not None:
+            raise RuntimeError("a stream can be entered once")
+        self._call = self._start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A call object that is only dropped keeps running on the server.
+        if not self._ended:
+            self._ended = True
+            self.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._call is None:
+            raise RuntimeError("use the stream in a with statement: with client.stream(...) as stream")
+        while not self._pending:
+            if self._ended:
+                raise StopIteration
+            try:
+                response = next(self._call)
+            except StopIteration:
+                self._ended = True
+                self._fold.completion()
+                raise
+            except grpc.RpcError as error:
+                self._ended = True
+                raise from_rpc_error(error) from error
+            self._pending.extend(self._fold.feed(response.events))
+        return self._pending.popleft()
+
+
+class Client:
+    """A blocking client of one scheduler.
+
+    `timeout` is the default deadline of a generation, `call_timeout` that of every other call, both in
+    seconds (None: none). The connection opens with the first call, is shared by all of them and is safe to
+    use from several threads. Every method raises a StepaheadError.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout: float | None = None,
+        call_timeout: float | None = 30.0,
+    ) -> None:
+        self._timeout = check_timeout(timeout)
+        self._call_timeout = check_timeout(call_timeout)
+        self.address = address
+        self._channel = open_channel(address)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._models = generation_pb2_grpc.ModelServiceStub(self._channel)
+        self._operations = operations_pb2_grpc.OperationsServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection and cancels what still runs on it. Idempotent."""
+        self._channel.close()
+
+    def generate(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> Completion:
+        """Generates and returns the finished request; options as in GenerationRequest."""
+        with self.stream(prompt, **options) as stream:
+            return stream.completion()
+
+    def chat(self, messages: Sequence[ChatTurn], **options: Unpack[GenerateOptions]) -> Completion:
+        """Answers a conversation. Unlike `generate`, refuses anything that is no sequence of turns."""
+        return self.generate(chat_prompt(messages), **options)
+
+    def stream(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> CompletionStream:
+        """The answer as it is made; see CompletionStream. Values that do not fit are refused at once."""
+        request = make_request(prompt, **options)
+        timeout = self._timeout if request.timeout is None else check_timeout(request.timeout)
+        message = generate_message(request, timeout_in_message=False)
+
+        def start() -> _ResponseCall:
+            return cast(_ResponseCall, self._generation.Generate(message, timeout=timeout))
+
+        return CompletionStream(start, request)
+
+    def cancel(self, request_ids: Sequence[str]) -> dict[str, CancelOutcome]:
+        """Ends requests by id; says for each what was found."""
+        message = cancel_message(request_ids)
+        response = self._call(self._generation.Cancel, message)
+        outcomes = map(convert.cancel_outcome, response.outcomes)
+        return dict(zip(message.request_ids, outcomes, strict=True))
+
+    def get_model(self, model: str = "") -> ModelInfo:
+        """Identity, limits and defaults of a served model ("": the only one)."""
+        return convert.model_info(self._call(self._models.GetModel, generation_pb2.GetModelRequest(model=model)))
+
+    def tokenize(self, prompt: str | Sequence[ChatTurn]) -> tuple[int, ...]:
+        """Token ids of a text or of a rendered conversation, as `generate` would use them."""
+        return tuple(self._call(self._models.Tokenize, tokenize_message(prompt)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
+        """Text of token ids, as `generate` would deliver it."""
+        message = detokenize_message(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._call(self._models.Detokenize, message).text
+
+    def status(self) -> ServerStatus:
+        """Everything at a glance."""
+        return convert.server_status(self._call(self._operations.GetStatus, operations_pb2.GetStatusRequest()))
+
+    def wait_until_ready(self, timeout: float = 60.0) -> None:
+        """Returns once the server takes requests. Raises DeadlineError after `timeout` seconds."""
+        readiness = Readiness(timeout, time.monotonic())
+        while True:
+            try:
+                if readiness.is_serving(self.status()):
+                    return
+            except (UnavailableError, DeadlineError) as error:
+                readiness.note(error)
+            readiness.refuse_if_late(time.monotonic())
+            time.sleep(POLL_INTERVAL_S)
+
+    def _call(self, method: _UnaryCall[_Request, _Response], request: _Request) -> _Response:
+        try:
+            return method(request, timeout=self._call_timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
