@@ -930,7 +930,9 @@ class StepFailed(_message.Message):
         SCOPE_UNSPECIFIED: StepFailed._Scope.ValueType  # 0
         """Invalid."""
         SCOPE_STEP: StepFailed._Scope.ValueType  # 1
-        """The plan's deltas stand, no row or cell is committed; numbering continues."""
+        """The plan's deltas stand, no row or cell is committed; numbering continues. Every plan whose
+        committed_through is below the failed step builds on it and fails too.
+        """
         SCOPE_EPOCH: StepFailed._Scope.ValueType  # 2
         """The worker's state is lost: close the epoch."""
 
@@ -940,7 +942,9 @@ class StepFailed(_message.Message):
     SCOPE_UNSPECIFIED: StepFailed.Scope.ValueType  # 0
     """Invalid."""
     SCOPE_STEP: StepFailed.Scope.ValueType  # 1
-    """The plan's deltas stand, no row or cell is committed; numbering continues."""
+    """The plan's deltas stand, no row or cell is committed; numbering continues. Every plan whose
+    committed_through is below the failed step builds on it and fails too.
+    """
     SCOPE_EPOCH: StepFailed.Scope.ValueType  # 2
     """The worker's state is lost: close the epoch."""
 

@@ -1,0 +1,159 @@
+"""Applies the completion of a step: P, H and U move here and nowhere else (rule A3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stepahead.scheduler.core.errors import StepMismatch
+from stepahead.scheduler.core.events import CommitOutcome, Finished
+from stepahead.scheduler.core.ids import StepId
+from stepahead.scheduler.core.lane import Lane, StepInFlight
+from stepahead.scheduler.core.plan import StepResult
+from stepahead.scheduler.core.request import FinishReason, RequestStatus
+from stepahead.scheduler.core.sequence import Sequence, Stay
+
+Finish = Callable[[Sequence, Finished], None]
+"""Ends a sequence: status, queue, and the stay's retirement are the scheduler's."""
+
+
+def commit_step(lane: Lane, result: StepResult, finish: Finish) -> CommitOutcome:
+    """Applies the result of the oldest step in flight.
+
+    Raises:
+        StepMismatch: the result is not that of the oldest step in flight, row for row; nothing changed.
+    """
+    step = lane.in_flight[0] if lane.in_flight else None
+    if step is None or step.step_id != result.step_id:
+        expected = step.step_id if step else "none"
+        raise StepMismatch(f"result of step {result.step_id}, oldest in flight is {expected}")
+    if step.incarnations != result.incarnations:
+        raise StepMismatch(f"result of step {result.step_id} names other rows than the plan")
+    counts = result.token_counts
+    if len(result.token_ids) != (len(step.incarnations) if counts is None else sum(counts)):
+        raise StepMismatch(f"result of step {result.step_id} has {len(result.token_ids)} tokens")
+    if counts is None and not all(samples for _, _, samples in step.explicit_rows):
+        raise StepMismatch(f"result of step {result.step_id} has tokens for rows that do not sample")
+
+    outcome = CommitOutcome(step.step_id, num_rows=len(step.incarnations), num_tokens=step.num_tokens)
+    lane.in_flight.popleft()
+    lane.committed_through = step.step_id
+    if counts is None and not result.faults and not step.explicit_rows:
+        _commit_decode_rows(step.decode_rows, result.token_ids, outcome, finish)
+    else:
+        _commit_rows(lane, step, result, outcome, finish)
+    _close_fenced(lane, step)
+    lane.num_overrun_rows += outcome.num_overrun_rows
+    return outcome
+
+
+def fail_step(lane: Lane, step_id: StepId) -> None:
+    """The oldest step in flight failed as a whole: its deltas stand, none of its rows is committed.
+
+    S and U roll back; rows of later steps already sent are holes and come back the same way.
+
+    Raises:
+        StepMismatch: the step is not the oldest in flight.
+    """
+    if not lane.in_flight or lane.in_flight[0].step_id != step_id:
+        raise StepMismatch(f"step {step_id} failed, but it is not the oldest in flight")
+    step = lane.in_flight.popleft()
+    lane.committed_through = step.step_id
+    for stay, count, samples in _rows(step):
+        stay.num_dispatched -= count
+        if samples:
+            stay.num_placeholders -= 1
+        lane.rewind(stay)
+    _close_fenced(lane, step)
+
+
+def _rows(step: StepInFlight) -> list[tuple[Stay, int, bool]]:
+    return step.explicit_rows + [(stay, 1, True) for stay in step.decode_rows]
+
+
+def _commit_decode_rows(rows: list[Stay], token_ids: list[int], outcome: CommitOutcome, finish: Finish) -> None:
+    """The steady path: every row fed one position and sampled one token."""
+    finished = RequestStatus.FINISHED
+    keys, tokens = outcome.keys, outcome.token_ids
+    for stay, token in zip(rows, token_ids, strict=True):
+        stay.num_settled += 1
+        stay.num_placeholders -= 1
+        sequence = stay.sequence
+        if sequence.status is finished:
+            outcome.num_overrun_rows += 1
+            continue
+        history = sequence.history
+        history.append(token)
+        request = sequence.request
+        keys.append(request.key)
+        tokens.append(token)
+        if token in request.stop_token_ids or len(history) >= sequence.max_total_tokens:
+            _check_end(sequence, token, outcome, finish)
+
+
+def _commit_rows(
+    lane: Lane, step: StepInFlight, result: StepResult, outcome: CommitOutcome, finish: Finish
+) -> None:
+    """Any mix of rows: chunks without a sample, faults, holes."""
+    tokens = iter(result.token_ids)
+    counts = result.token_counts
+    for index, (stay, count, samples) in enumerate(_rows(step)):
+        sequence = stay.sequence
+        live = sequence.status is not RequestStatus.FINISHED
+        if not samples:
+            if counts is not None and counts[index]:
+                raise StepMismatch(f"step {result.step_id}: a chunk without a sample has a token")
+            stay.num_settled += count
+            outcome.num_overrun_rows += not live
+            continue
+        stay.num_placeholders -= 1
+        if counts is None or counts[index]:
+            token = next(tokens)
+            stay.num_settled += count
+            if not live:
+                outcome.num_overrun_rows += 1
+                continue
+            sequence.history.append(token)
+            outcome.keys.append(sequence.request.key)
+            outcome.token_ids.append(token)
+            _check_end(sequence, token, outcome, finish)
+            continue
+        _commit_empty_row(lane, stay, count, result, outcome, finish)
+
+
+def _commit_empty_row(
+    lane: Lane, stay: Stay, count: int, result: StepResult, outcome: CommitOutcome, finish: Finish
+) -> None:
+    """A sampling row without a token: its last position is to be fed again, or the request ends (rule J10)."""
+    stay.num_settled += count - 1
+    stay.num_dispatched -= 1
+    sequence = stay.sequence
+    if sequence.status is RequestStatus.FINISHED:
+        outcome.num_overrun_rows += 1
+        return
+    fault = result.faults.get(stay.incarnation)
+    if fault is None or stay.rewinding:
+        # A skipped row, or a hole behind one.
+        lane.rewind(stay)
+        return
+    finished = Finished(sequence.request.key, FinishReason.ERROR, sequence.num_output_tokens, fault=fault)
+    finish(sequence, finished)
+    outcome.finished.append(finished)
+
+
+def _check_end(sequence: Sequence, token: int, outcome: CommitOutcome, finish: Finish) -> None:
+    """Stop and end-of-sequence win over length (rule D5); the hard limits win over min_tokens (rule D7)."""
+    request = sequence.request
+    num_outputs = sequence.num_output_tokens
+    if token in request.stop_token_ids and num_outputs > request.min_tokens:
+        finished = Finished(request.key, FinishReason.STOP, num_outputs, matched_token_id=token)
+    elif len(sequence.history) >= sequence.max_total_tokens:
+        finished = Finished(request.key, FinishReason.LENGTH, num_outputs)
+    else:
+        return
+    finish(sequence, finished)
+    outcome.finished.append(finished)
+
+
+def _close_fenced(lane: Lane, step: StepInFlight) -> None:
+    for stay in step.fenced:
+        lane.close(stay)

@@ -1,0 +1,67 @@
+"""Frozen limits of the core, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Policy limits that hold for all lanes."""
+
+    overlap_depth: int = 1
+    """D: steps that may be dispatched beyond the oldest uncommitted one; 0 is no overlap."""
+    settle_prompts_in_place: bool = False
+    """Whether a step with explicit rows (prompt chunks) is COMPLETE_IN_PLACE although D > 0."""
+    skip_ahead_window: int = 8
+    """How many requests behind a blocked head of the line are tried."""
+    max_times_passed: int = 32
+    """How often others may pass a blocked request; then nobody does until it is admitted."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlap_depth <= 8:
+            raise ValueError(f"overlap_depth must be 0 to 8, not {self.overlap_depth}")
+        if self.skip_ahead_window < 0:
+            raise ValueError(f"skip_ahead_window must be 0 or more, not {self.skip_ahead_window}")
+        if self.max_times_passed < 0:
+            raise ValueError(f"max_times_passed must be 0 or more, not {self.max_times_passed}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneConfig:
+    """Size of one worker's batch and cache, as the worker states it."""
+
+    num_slots: int
+    """Rows of the persistent batch; at least max_num_seqs, best max_num_seqs * (D + 1)."""
+    max_num_seqs: int
+    """Sequences that may run in one step."""
+    max_num_batched_tokens: int
+    """Tokens one step may feed; at least max_num_seqs, so that every decode row always fits."""
+    max_model_len: int
+    """Prompt and output of a sequence together."""
+    num_blocks: int
+    block_size: int
+    """Tokens per block."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.num_slots < self.max_num_seqs:
+            raise ValueError(f"num_slots {self.num_slots} must be at least max_num_seqs {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs {self.max_num_seqs}"
+            )
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Positions the whole pool holds."""
+        return self.num_blocks * self.block_size

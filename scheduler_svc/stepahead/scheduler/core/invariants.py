@@ -1,0 +1,134 @@
+"""The rules that must hold between any two calls, as code. Tests call this after every event.
+
+It reads everything and changes nothing; it costs O(everything), so production does not call it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.request import RequestStatus
+from stepahead.scheduler.core.scheduler import Scheduler
+from stepahead.scheduler.core.sequence import Sequence, Stay
+
+
+class InvariantViolation(AssertionError):
+    """A rule of the core does not hold. The message starts with the rule's id."""
+
+
+def _require(condition: bool, rule: str, message: str) -> None:  # noqa: FBT001 - reads like assert
+    if not condition:
+        raise InvariantViolation(f"{rule}: {message}")
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Raises InvariantViolation if a rule does not hold."""
+    _check_queue(scheduler)
+    for lane in scheduler.lanes.values():
+        _check_pools(lane)
+        _check_steps(scheduler, lane)
+        for stay in _live_stays(lane):
+            _check_counters(lane, stay)
+    _check_quiescence(scheduler)
+
+
+def _live_stays(lane: Lane) -> list[Stay]:
+    return [*lane.prefilling, *lane.decoding, *lane.finishing]
+
+
+def _check_queue(scheduler: Scheduler) -> None:
+    waiting = list(scheduler.waiting)
+    _require(len(waiting) == len(set(waiting)), "F1", "a sequence waits twice")
+    for sequence in waiting:
+        _require(
+            sequence.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED),
+            "F4",
+            f"a {sequence.status} sequence is in the queue",
+        )
+        _require(scheduler.sequences.get(sequence.request.key) is sequence, "A8", "an unknown sequence waits")
+    preempted = [s.arrival for s in waiting if s.status is RequestStatus.PREEMPTED]
+    _require(preempted == sorted(preempted), "G6", "preempted sequences lost their order")
+    running: set[Sequence] = {stay.sequence for lane in scheduler.lanes.values() for stay in _live_stays(lane)}
+    _require(
+        len(waiting) + len(running) == len(scheduler.sequences),
+        "A8",
+        "a live sequence neither waits nor runs",
+    )
+
+
+def _check_pools(lane: Lane) -> None:
+    live = _live_stays(lane)
+    fenced = [stay for step in lane.in_flight for stay in step.fenced]
+    _require(len(set(live)) == len(live), "E4", "a stay is in two row lists")
+    for pool, owned, quarantined in (
+        (
+            lane.blocks,
+            [b for stay in live for b in stay.block_ids],
+            [b for stay in fenced for b in stay.block_ids],
+        ),
+        (lane.slots, [stay.slot for stay in live], [stay.slot for stay in fenced]),
+    ):
+        _require(len(owned) == pool.num_owned, "E4", f"{len(owned)} owned, {pool.num_owned} booked")
+        _require(
+            len(quarantined) == pool.num_quarantined,
+            "E4",
+            f"{len(quarantined)} quarantined, {pool.num_quarantined} booked",
+        )
+        everything = Counter[int]([*pool.free_ids(), *owned, *quarantined])
+        _require(
+            len(everything) == pool.num_total and max(everything.values()) == 1,
+            "E4",
+            "a resource is lost or in two places",
+        )
+
+
+def _check_steps(scheduler: Scheduler, lane: Lane) -> None:
+    window = scheduler.config.overlap_depth + 1
+    _require(len(lane.in_flight) <= window, "B3", f"{len(lane.in_flight)} steps in flight")
+    for offset, step in enumerate(lane.in_flight):
+        _require(step.step_id == lane.committed_through + 1 + offset, "B1", "step ids are not dense")
+        _require(step.num_tokens <= lane.config.max_num_batched_tokens, "M3", "token budget exceeded")
+        _require(len(step.incarnations) <= lane.config.max_num_seqs, "M3", "more rows than max_num_seqs")
+        for stay in step.fenced:
+            _require(stay.last_step == step.step_id, "E1", "a fence is not the stay's last step")
+    for stay in _live_stays(lane):
+        _require(stay.last_step < lane.next_step_id, "E1", "a fence names a step not dispatched")
+
+
+def _check_counters(lane: Lane, stay: Stay) -> None:
+    num_history = len(stay.sequence.history)
+    dispatched, settled, unknown = stay.num_dispatched, stay.num_settled, stay.num_placeholders
+    in_flight = 0
+    placeholders = 0
+    for step in lane.in_flight:
+        for other, count, samples in step.explicit_rows:
+            if other is stay:
+                in_flight += count
+                placeholders += samples
+        if stay in step.decode_rows:
+            in_flight += 1
+            placeholders += 1
+    where = f"H={num_history} S={dispatched} P={settled} U={unknown}"
+    _require(min(settled, in_flight, unknown) >= 0, "A2", f"a counter is negative: {where}")
+    if not stay.rewinding:  # holes in flight were rolled back only in part
+        _require(dispatched == settled + in_flight, "A2", f"S != P + F: {where} F={in_flight}")
+        _require(unknown == placeholders, "A2", f"U != placeholders in flight: {where}")
+    if stay in lane.prefilling and not stay.rewinding:
+        _require(unknown == 0 and dispatched < num_history, "A2", f"prefill: {where}")
+    elif not stay.rewinding:
+        _require(dispatched == num_history + unknown - 1, "A2", f"S != H + U - 1: {where}")
+    if stay.sequence.num_output_tokens and not in_flight and stay not in lane.prefilling:
+        _require(num_history == settled + 1, "A1", f"H != P + 1: {where}")
+    _require(dispatched <= stay.feed_limit, "A6", f"fed past the limit: {where}")
+    _require(dispatched <= stay.capacity, "A6", f"fed past the block table: {where}")
+    _require(stay.capacity == len(stay.block_ids) * lane.config.block_size, "A6", "capacity is not the table's")
+    _require(num_history <= stay.sequence.max_total_tokens, "D2", f"history too long: {where}")
+
+
+def _check_quiescence(scheduler: Scheduler) -> None:
+    if not scheduler.is_idle:
+        return
+    for lane in scheduler.lanes.values():
+        for pool in (lane.blocks, lane.slots):
+            _require(pool.num_owned == 0 and pool.num_quarantined == 0, "E6", "resources held while idle")

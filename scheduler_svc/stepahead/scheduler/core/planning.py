@@ -1,0 +1,150 @@
+"""The next step of one lane.
+
+Decode rows come first (each is one token, and everybody waits for the slowest stream), then prompt chunks in
+order of admission share what is left of the token budget. Memory is settled before any row is placed, so a
+victim never has to be taken out of a plan under construction (rule G5).
+"""
+
+from __future__ import annotations
+
+from stepahead.scheduler.core.config import SchedulerConfig
+from stepahead.scheduler.core.lane import Lane, StepInFlight
+from stepahead.scheduler.core.plan import Admission, SettleMode, StepPlan
+from stepahead.scheduler.core.sequence import Stay
+
+
+def build_plan(lane: Lane, config: SchedulerConfig) -> tuple[StepPlan | None, list[Stay]]:
+    """Plans and books the lane's next step.
+
+    Assumes nothing about tokens in flight but their number (rule B8).
+
+    Returns:
+        The plan, or None if the window is full or no row can run, and the stays that were retired to make room
+        (the caller preempts their sequences).
+    """
+    if len(lane.in_flight) > config.overlap_depth:
+        return None, []
+    sitting_out, victims = _make_room(lane)
+    decode_rows = [stay for stay in lane.decoding if stay not in sitting_out]
+    explicit_rows = _choose_chunks(
+        lane,
+        budget=lane.config.max_num_batched_tokens - len(decode_rows),
+        max_rows=lane.config.max_num_seqs - len(decode_rows),
+    )
+    if not decode_rows and not explicit_rows:
+        return None, victims
+    step = StepInFlight(lane.next_step_id, explicit_rows, decode_rows)
+    plan = _dispatch(lane, config, step, sitting_out)
+    return plan, victims
+
+
+def _make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
+    """Extends the block tables of decode rows that cross into a new block, oldest request first.
+
+    If no block is free: a row waits one step for blocks that are coming back anyway (rule E7), at most as many
+    rows as such blocks; only then does the youngest running stay lose its place, possibly the asking one.
+    Older requests therefore always make progress, and a lone one always fits (checked at acceptance).
+    """
+    waiting: dict[Stay, None] = {}
+    victims: list[Stay] = []
+    crossing = [stay for stay in lane.decoding if stay.num_dispatched >= stay.capacity]
+    if not crossing:
+        return waiting, victims
+    crossing.sort(key=lambda stay: stay.sequence.arrival)
+    for stay in crossing:
+        while not stay.retired and not lane.extend(stay):
+            if len(waiting) < lane.num_returning_blocks:
+                waiting[stay] = None
+                break
+            victim = choose_victim(lane)
+            lane.retire(victim)
+            victims.append(victim)
+    for victim in victims:
+        waiting.pop(victim, None)
+    return waiting, victims
+
+
+def choose_victim(lane: Lane) -> Stay:
+    """The youngest running stay: it has the least to lose, and the oldest is never starved (rule G6)."""
+    running = [*lane.decoding, *lane.prefilling]
+    return max(running, key=lambda stay: stay.sequence.arrival)
+
+
+def _choose_chunks(lane: Lane, *, budget: int, max_rows: int) -> list[tuple[Stay, int, bool]]:
+    """Explicit rows: (stay, positions to feed, whether the last one is the newest known token)."""
+    rows: list[tuple[Stay, int, bool]] = []
+    for stay in lane.prefilling:
+        if budget <= 0 or len(rows) >= max_rows:
+            break
+        if stay.rewinding and stay.num_in_flight:
+            continue  # rows in flight are holes; their results must come back first
+        to_feed = stay.num_to_feed
+        count = min(to_feed, budget)
+        rows.append((stay, count, count == to_feed))
+        budget -= count
+    return rows
+
+
+def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_out: dict[Stay, None]) -> StepPlan:
+    """Builds the wire-shaped delta and moves S, U and the fences (rule A3: S moves only here)."""
+    admissions = tuple(_admission(stay) for stay, _, _ in step.explicit_rows if not stay.announced)
+    in_place = config.overlap_depth == 0 or (config.settle_prompts_in_place and bool(step.explicit_rows))
+    rows = step.explicit_rows
+    plan = StepPlan(
+        step_id=step.step_id,
+        committed_through=lane.committed_through,
+        settle=SettleMode.COMPLETE_IN_PLACE if in_place else SettleMode.RETAIN,
+        released_slots=tuple(stay.slot for stay in lane.released),
+        released_incarnations=tuple(stay.incarnation for stay in lane.released),
+        append_slots=tuple(lane.new_block_slots),
+        append_block_ids=tuple(lane.new_blocks),
+        admissions=admissions,
+        joined_slots=tuple(stay.slot for stay in lane.joined),
+        sit_out_slots=tuple(stay.slot for stay in sitting_out),
+        left_slots=tuple(lane.left_slots),
+        row_slots=tuple(stay.slot for stay, _, _ in rows),
+        row_starts=tuple(stay.num_dispatched for stay, _, _ in rows),
+        row_counts=tuple(count for _, count, _ in rows),
+        row_samples=tuple(samples for _, _, samples in rows),
+        total_tokens=step.num_tokens,
+        total_rows=len(step.incarnations),
+    )
+    lane.dispatch(plan, step)
+    _advance(lane, step)
+    return plan
+
+
+def _advance(lane: Lane, step: StepInFlight) -> None:
+    step_id = step.step_id
+    last_outputs: list[Stay] = []
+    for stay in step.decode_rows:
+        position = stay.num_dispatched + 1
+        stay.num_dispatched = position
+        stay.num_placeholders += 1
+        stay.last_step = step_id
+        if position >= stay.feed_limit:
+            last_outputs.append(stay)
+    for stay in last_outputs:
+        lane.leave_decode_set(stay)
+    for stay, count, samples in step.explicit_rows:
+        stay.num_dispatched += count
+        stay.last_step = step_id
+        stay.announced = True
+        stay.rewinding = False
+        if samples:
+            stay.num_placeholders += 1
+            lane.settle_into_decode(stay)
+
+
+def _admission(stay: Stay) -> Admission:
+    sequence = stay.sequence
+    return Admission(
+        slot=stay.slot,
+        incarnation=stay.incarnation,
+        token_ids=tuple(sequence.history),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_settled_tokens=stay.num_settled,
+        block_ids=tuple(stay.block_ids),
+        sampling=sequence.request.sampling,
+        min_tokens=sequence.request.min_tokens,
+    )

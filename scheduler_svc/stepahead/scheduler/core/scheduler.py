@@ -1,0 +1,301 @@
+"""The scheduler: who runs, where, and in which step.
+
+Theory of operation. Two kinds of facts come in: what clients want (`add_request`, `abort`, `finish_at`,
+`expire`) and what lanes report (`open_lane`, `commit`, `fail_step`, `lose_lane`). One kind of decision goes
+out: `plan(lane)`, the next step of a lane, which may be asked for while D steps of that lane are still in
+flight. A plan depends on how many tokens are in flight, never on which (rule B8). Nothing here reads a clock or
+draws a number, so the same calls give the same plans: a recorded run replays exactly.
+
+An abort or a stop string is applied the moment it is told; the slot and the blocks follow at the fence
+(`block_pool.py`). Every accepted request ends in exactly one `Finished` (rule D8).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from itertools import islice
+
+from stepahead.scheduler.core.committing import commit_step, fail_step
+from stepahead.scheduler.core.config import LaneConfig, SchedulerConfig
+from stepahead.scheduler.core.errors import RequestInfeasible, UnknownLane
+from stepahead.scheduler.core.events import (
+    Admitted,
+    CommitOutcome,
+    Finished,
+    PlanOutcome,
+    Preempted,
+)
+from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, StepId
+from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.plan import StepResult
+from stepahead.scheduler.core.planning import build_plan
+from stepahead.scheduler.core.request import (
+    FinishReason,
+    LifecycleEvent,
+    Request,
+    RequestStatus,
+)
+from stepahead.scheduler.core.sequence import Sequence, Stay
+from stepahead.scheduler.core.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the scheduler was made."""
+
+    output_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt and recomputed tokens fed by explicit rows."""
+    preemptions: int = 0
+    stale_results: int = 0
+
+
+class Scheduler:
+    """Requests, the waiting queue and the lanes. Not thread-safe; every call is synchronous and bounded."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.totals = Totals()
+        self.lanes: dict[LaneId, Lane] = {}
+        self.sequences: dict[RequestKey, Sequence] = {}
+        """Every request that was accepted and has not ended."""
+        self.waiting = WaitingQueue()
+        self._arrivals = 0
+        self._incarnations = 0
+        self._deadlines: list[tuple[int, int, RequestKey]] = []
+
+    # -------------------------------------------------------------------------------------------- lanes
+
+    def open_lane(self, lane_id: LaneId, config: LaneConfig, epoch: int) -> None:
+        """Adds a worker with an empty batch and cache. `epoch` must differ from every earlier one of the lane."""
+        assert lane_id not in self.lanes, "the lane is open"
+        self.lanes[lane_id] = Lane(lane_id, config, epoch)
+
+    def lose_lane(self, lane_id: LaneId) -> tuple[Preempted, ...]:
+        """The worker's state is void. Its sequences wait again, at their old place, with their whole history.
+
+        Tokens in flight are lost and will be sampled again: every draw depends on the output index only.
+        """
+        lane = self.lanes.pop(lane_id, None)
+        if lane is None:
+            raise UnknownLane(f"lane {lane_id}")
+        lost: dict[Stay, None] = dict.fromkeys([*lane.prefilling, *lane.decoding, *lane.finishing])
+        preempted: list[Preempted] = []
+        for stay in lost:
+            stay.retired = True
+            stay.sequence.stay = None
+            preempted.append(self._preempt(stay.sequence))
+        for step in lane.in_flight:
+            for stay in step.fenced:
+                if stay.sequence.stay is stay:
+                    stay.sequence.stay = None
+        return tuple(preempted)
+
+    def _lane(self, lane_id: LaneId) -> Lane:
+        lane = self.lanes.get(lane_id)
+        if lane is None:
+            raise UnknownLane(f"lane {lane_id}")
+        return lane
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def add_request(self, request: Request) -> None:
+        """Accepts a request: it will end in exactly one Finished.
+
+        Raises:
+            RequestInfeasible: no lane could run it even alone (rules G9, V3).
+            UnknownLane: there is no lane at all, so nothing is known about sizes.
+        """
+        assert request.key not in self.sequences, "request keys are unique"
+        if not self.lanes:
+            raise UnknownLane("no lane is open")
+        configs = [lane.config for lane in self.lanes.values()]
+        max_model_len = min(config.max_model_len for config in configs)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        max_total_tokens = min(num_prompt_tokens + request.max_tokens, max_model_len)
+        available = max(config.num_cache_tokens for config in configs)
+        if num_prompt_tokens >= max_model_len or max_total_tokens - 1 > available:
+            raise RequestInfeasible(max_total_tokens - 1, min(available, max_model_len))
+        sequence = Sequence(request, self._arrivals, max_total_tokens)
+        self._arrivals += 1
+        self.sequences[request.key] = sequence
+        self.waiting.push(sequence)
+        for deadline_ns in (request.deadline_ns, request.queue_deadline_ns):
+            if deadline_ns is not None:
+                heapq.heappush(self._deadlines, (deadline_ns, sequence.arrival, request.key))
+
+    def abort(self, key: RequestKey, reason: FinishReason = FinishReason.CANCELLED) -> Finished | None:
+        """Ends a request now; a token in flight will not be exposed (rule F2). None if it is not live (F3)."""
+        sequence = self.sequences.get(key)
+        if sequence is None:
+            return None
+        finished = Finished(key, reason, sequence.num_output_tokens)
+        self._finish(sequence, finished)
+        return finished
+
+    def finish_at(self, key: RequestKey, num_output_tokens: int) -> Finished | None:
+        """Ends a request with STOP at an output the shell recognised (a stop string). None if it is not live.
+
+        Later outputs are cut from the history: they were never delivered (rule K6).
+        """
+        sequence = self.sequences.get(key)
+        if sequence is None:
+            return None
+        assert 0 < num_output_tokens <= sequence.num_output_tokens, "stop beyond the history"
+        del sequence.history[sequence.num_prompt_tokens + num_output_tokens :]
+        finished = Finished(key, FinishReason.STOP, num_output_tokens)
+        self._finish(sequence, finished)
+        return finished
+
+    def expire(self, now_ns: int) -> tuple[Finished, ...]:
+        """Ends every request whose deadline is at or before `now_ns`."""
+        expired: list[Finished] = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            _, _, key = heapq.heappop(self._deadlines)
+            sequence = self.sequences.get(key)
+            if sequence is None:
+                continue
+            deadline_ns, queue_ns = sequence.request.deadline_ns, sequence.request.queue_deadline_ns
+            waiting = sequence.status is RequestStatus.WAITING
+            late = deadline_ns is not None and deadline_ns <= now_ns
+            if not late and not (waiting and queue_ns is not None and queue_ns <= now_ns):
+                continue
+            finished = Finished(
+                key,
+                FinishReason.ERROR,
+                sequence.num_output_tokens,
+                deadline_phase="queue" if waiting else "run",
+            )
+            self._finish(sequence, finished)
+            expired.append(finished)
+        return tuple(expired)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When `expire` has something to do at the earliest."""
+        while self._deadlines and self._deadlines[0][2] not in self.sequences:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _finish(self, sequence: Sequence, finished: Finished) -> None:
+        waiting = sequence.status is not RequestStatus.RUNNING
+        sequence.apply(LifecycleEvent.FINISH)
+        del self.sequences[finished.key]
+        if waiting:
+            self.waiting.remove(sequence)
+        else:
+            stay = sequence.stay
+            assert stay is not None, "running without a stay"
+            self.lanes[stay.lane_id].retire(stay)
+
+    def _preempt(self, sequence: Sequence) -> Preempted:
+        sequence.apply(LifecycleEvent.PREEMPT)
+        sequence.num_preemptions += 1
+        self.totals.preemptions += 1
+        self.waiting.push(sequence)
+        return Preempted(sequence.request.key)
+
+    # -------------------------------------------------------------------------------------------- steps
+
+    def plan(self, lane_id: LaneId) -> PlanOutcome:
+        """Admits what fits anywhere, then plans the lane's next step if its window is open.
+
+        Raises:
+            UnknownLane: no such lane.
+        """
+        lane = self._lane(lane_id)
+        admitted = self._admit()
+        plan, victims = build_plan(lane, self.config)
+        preempted = tuple(self._preempt(stay.sequence) for stay in victims)
+        if plan is not None:
+            self.totals.prefill_tokens += sum(plan.row_counts)
+        return PlanOutcome(plan, admitted, preempted)
+
+    def commit(self, lane_id: LaneId, result: StepResult) -> CommitOutcome:
+        """Applies the completion of the lane's oldest step in flight.
+
+        A result of an older epoch of the lane is counted and dropped (rule B5).
+
+        Raises:
+            UnknownLane: no such lane.
+            StepMismatch: the result contradicts the plan; the caller must close the lane's epoch.
+        """
+        lane = self._lane(lane_id)
+        if result.epoch != lane.epoch:
+            lane.num_stale_results += 1
+            self.totals.stale_results += 1
+            return CommitOutcome(result.step_id)
+        outcome = commit_step(lane, result, self._finish)
+        self.totals.output_tokens += len(outcome.token_ids)
+        return outcome
+
+    def fail_step(self, lane_id: LaneId, epoch: int, step_id: StepId) -> None:
+        """The lane's oldest step in flight failed as a whole: its rows will be fed again."""
+        lane = self._lane(lane_id)
+        if epoch == lane.epoch:
+            fail_step(lane, step_id)
+
+    def _admit(self) -> tuple[Admitted, ...]:
+        places = sum(max(0, lane.config.max_num_seqs - lane.num_running) for lane in self.lanes.values())
+        if not places or not self.waiting:
+            return ()
+        admitted: list[Admitted] = []
+        blocked: list[Sequence] = []
+        for sequence in list(islice(self.waiting, places + self.config.skip_ahead_window)):
+            # A preempted sequence whose last step is in flight still owes a token: not yet.
+            lane = self._place(sequence) if sequence.stay is None else None
+            if lane is None:
+                blocked.append(sequence)
+                if (
+                    sequence.times_passed >= self.config.max_times_passed
+                    or len(blocked) > self.config.skip_ahead_window
+                ):
+                    break
+                continue
+            admitted.append(self._admit_to(lane, sequence))
+            for passed in blocked:
+                passed.times_passed += 1
+        return tuple(admitted)
+
+    def _place(self, sequence: Sequence) -> Lane | None:
+        """The lane with the most room for the sequence, or None."""
+        best: Lane | None = None
+        best_room = (-1.0, -1)
+        for lane in self.lanes.values():
+            config = lane.config
+            if (
+                lane.num_running >= config.max_num_seqs
+                or not lane.slots.num_free
+                or sequence.max_total_tokens > config.max_model_len
+                or sequence.max_total_tokens - 1 > config.num_cache_tokens
+            ):
+                continue
+            # A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
+            headroom = max(1, config.num_blocks // 100) if lane.num_running else 0
+            left = lane.blocks.num_free - config.num_blocks_for(len(sequence.history)) - headroom
+            room = (1 - lane.num_running / config.max_num_seqs, left)
+            if left >= 0 and room > best_room:
+                best, best_room = lane, room
+        return best
+
+    def _admit_to(self, lane: Lane, sequence: Sequence) -> Admitted:
+        first_time = sequence.status is RequestStatus.WAITING
+        self.waiting.remove(sequence)
+        sequence.apply(LifecycleEvent.ADMIT)
+        sequence.times_passed = 0
+        self._incarnations += 1
+        lane.admit(sequence, Incarnation(self._incarnations))
+        return Admitted(sequence.request.key, lane.lane_id, first_time)
+
+    # -------------------------------------------------------------------------------------------- views
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot and have not ended."""
+        return len(self.sequences) - len(self.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, runs or is in flight (rule A8): an empty queue alone is not idleness."""
+        return not self.sequences and not any(lane.in_flight for lane in self.lanes.values())

@@ -1,0 +1,95 @@
+"""The "model" of the simulation: every token is a hash of every KV slot the row may read.
+
+A KV slot holds a tag that depends on the token, its position and every earlier tag. The next token depends on
+all tags of the context. A stale, foreign, missing or overwritten slot therefore changes tokens, so a cache
+fault becomes a wrong token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MASK = (1 << 61) - 1
+POISON = 0x5EED_BAD
+"""What an unwritten KV slot reads as."""
+
+
+def mix(left: int, right: int) -> int:
+    """A cheap, deterministic, order-sensitive hash of two integers."""
+    value = (left * 6364136223846793005 + right * 1442695040888963407 + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+    value ^= value >> 29
+    value = (value * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    return (value ^ (value >> 32)) & MASK
+
+
+def fold(tags: list[int]) -> int:
+    """Hash of a context."""
+    accumulated = 0
+    for tag in tags:
+        accumulated = mix(accumulated, tag)
+    return accumulated
+
+
+def tag_of(context: int, token: int, position: int) -> int:
+    """What the KV slot of `position` holds."""
+    return mix(mix(context, token), position)
+
+
+def next_token(
+    context: int, *, seed: int, output_index: int, vocab: int, suppressed: tuple[int, ...], min_tokens: int
+) -> int:
+    """The token sampled after a context (the newest position's tag included)."""
+    token = mix(mix(context, seed), output_index) % vocab
+    if output_index < min_tokens:
+        while token in suppressed:
+            token = (token + 1) % vocab
+    return token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimRequest:
+    """A request of the simulation and everything that decides its answer."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    stop_text_modulus: int
+    """A stop string "matches" at output i if mix(token, i) % modulus == 0; 0: never."""
+
+    def matches_stop_text(self, token: int, output_index: int) -> bool:
+        """Stands for a stop string found by the shell."""
+        return self.stop_text_modulus > 0 and mix(token, output_index) % self.stop_text_modulus == 0
+
+
+def oracle(request: SimRequest, *, vocab: int, max_model_len: int) -> tuple[list[int], str]:
+    """The answer of the same request alone, synchronously, with an infinite cache."""
+    tags: list[int] = []
+    context = 0
+    history = list(request.prompt)
+    for position, token in enumerate(history):
+        tags.append(tag_of(context, token, position))
+        context = mix(context, tags[-1])
+    outputs: list[int] = []
+    limit = min(len(request.prompt) + request.max_tokens, max_model_len)
+    while True:
+        token = next_token(
+            context,
+            seed=request.seed,
+            output_index=len(outputs),
+            vocab=vocab,
+            suppressed=tuple(sorted(request.stop_ids)),
+            min_tokens=request.min_tokens,
+        )
+        outputs.append(token)
+        history.append(token)
+        index = len(outputs) - 1
+        if token in request.stop_ids and index >= request.min_tokens:
+            return outputs, "stop"
+        if request.matches_stop_text(token, index):
+            return outputs, "stop"
+        if len(history) >= limit:
+            return outputs, "length"
+        tag = tag_of(context, token, len(history) - 1)
+        context = mix(context, tag)

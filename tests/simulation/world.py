@@ -1,0 +1,313 @@
+"""A deterministic world: the real core, fake workers, and a seeded adversary who picks what happens next.
+
+One seed decides everything: sizes, requests, the order of events, faults. After every event the core's
+invariants are checked; at the end every answer is compared with the oracle (rules D4, G7, J3, K6).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from stepahead.scheduler.convert import lane_config_from_proto, plan_to_proto, result_from_proto
+from stepahead.scheduler.core import (
+    Finished,
+    FinishReason,
+    LaneId,
+    Request,
+    RequestInfeasible,
+    RequestKey,
+    SamplingSpec,
+    Scheduler,
+    SchedulerConfig,
+    StepId,
+    UnknownLane,
+)
+from stepahead.scheduler.core.invariants import check_invariants
+from stepahead.v1 import worker_pb2
+from tests.simulation.fake_worker import FakeWorker
+from tests.simulation.tagged_model import SimRequest, oracle
+
+
+class SimulationFailure(AssertionError):
+    """The world came out wrong."""
+
+
+@dataclass
+class Client:
+    """What the client of one request has seen."""
+
+    request: SimRequest
+    tokens: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+@dataclass
+class LaneWorld:
+    """One worker process and the messages on their way from it."""
+
+    worker: FakeWorker | None
+    limits: worker_pb2.WorkerLimits
+    inbox: deque[worker_pb2.RunStepsResponse] = field(default_factory=deque)
+    ghosts: deque[worker_pb2.StepBoundary] = field(default_factory=deque)
+    """Results of epochs that ended; they may still arrive."""
+
+
+class World:
+    """See the module docstring."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.depth = rng.choice([0, 1, 1, 1, 2])
+        self.vocab = rng.choice([5, 11, 29])
+        self.faulty = rng.random() < 0.5
+        self.config = SchedulerConfig(
+            overlap_depth=self.depth,
+            settle_prompts_in_place=rng.random() < 0.2,
+            skip_ahead_window=rng.choice([0, 1, 4]),
+            max_times_passed=rng.choice([0, 2, 8]),
+        )
+        self.scheduler = Scheduler(self.config)
+        self.counters: Counter[str] = Counter()
+        self.clients: dict[RequestKey, Client] = {}
+        self.now_ns = 0
+        self.epoch = 0
+        self.next_key = 1
+        self.to_submit = rng.randint(6, 24)
+        self.max_model_len = rng.choice([12, 24, 40])
+        num_lanes = rng.choice([1, 1, 2])
+        self.lanes = {LaneId(i): LaneWorld(None, self._limits()) for i in range(num_lanes)}
+        for lane_id in self.lanes:
+            self._start_worker(lane_id)
+
+    def _limits(self) -> worker_pb2.WorkerLimits:
+        rng = self.rng
+        max_num_seqs = rng.choice([1, 2, 3, 4])
+        block_size = rng.choice([1, 2, 4])
+        return worker_pb2.WorkerLimits(
+            max_num_seqs=max_num_seqs,
+            num_slots=max_num_seqs * (self.depth + 1),
+            max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 16]),
+            max_model_len=self.max_model_len,
+            num_blocks=rng.choice([5, 8, 12, 16]),
+            block_size=block_size,
+            max_overlap_depth=2,
+        )
+
+    def _start_worker(self, lane_id: LaneId) -> None:
+        lane = self.lanes[lane_id]
+        self.epoch += 1
+        lane.worker = FakeWorker(
+            lane.limits,
+            overlap_depth=self.depth,
+            epoch=self.epoch,
+            vocab=self.vocab,
+            rng=self.rng,
+            skip_rate=0.03 if self.faulty else 0.0,
+            nan_rate=0.004 if self.faulty else 0.0,
+            fail_rate=0.02 if self.faulty else 0.0,
+        )
+        self.scheduler.open_lane(lane_id, lane_config_from_proto(lane.limits), self.epoch)
+
+    # ---------------------------------------------------------------------------------------- events
+
+    def run(self, *, max_events: int = 60_000) -> None:
+        """Runs until everything has ended. Raises if a rule breaks or nothing moves any more (rule O8)."""
+        for _ in range(max_events):
+            if self._step() is False:
+                break
+            check_invariants(self.scheduler)
+        else:
+            raise SimulationFailure("O8: the world did not come to rest")
+        self._check_end()
+
+    def _step(self) -> bool:
+        """Lets one event happen. False when nothing is left to happen."""
+        choices = self._enabled()
+        if not choices:
+            return False
+        weights = [weight for weight, _, _ in choices]
+        _, name, action = self.rng.choices(choices, weights)[0]
+        self.counters[name] += 1
+        action()
+        return True
+
+    def _enabled(self) -> list[tuple[float, str, object]]:
+        rng = self.rng
+        events: list[tuple[float, str, object]] = []
+        if self.to_submit:
+            events.append((1.0, "submit", self._submit))
+        live = list(self.scheduler.sequences)
+        for lane_id, lane in self.lanes.items():
+            worker = lane.worker
+            if worker is None:
+                if self.to_submit or live:
+                    events.append((0.5, "restart", lambda lane_id=lane_id: self._start_worker(lane_id)))
+                continue
+            core_lane = self.scheduler.lanes[lane_id]
+            if len(core_lane.in_flight) <= self.depth and live:
+                events.append((3.0, "plan", lambda lane_id=lane_id: self._plan(lane_id)))
+            rows = worker.runnable()
+            if rows:
+                events.append((6.0, "run_row", lambda w=worker, rows=rows: w.run(rng.choice(rows))))
+            if worker.steps:
+                events.append((3.0, "complete", lambda lane=lane: self._complete(lane)))
+            if lane.inbox:
+                events.append((3.0, "deliver", lambda lane_id=lane_id: self._deliver(lane_id)))
+            if self.faulty and live:
+                events.append((0.01, "crash", lambda lane_id=lane_id: self._crash(lane_id)))
+        if live:
+            events.append((0.08, "abort", lambda: self._abort(rng.choice(live))))
+            events.append((0.3, "tick", self._tick))
+        for lane_id, lane in self.lanes.items():
+            if lane.ghosts and lane.worker is not None:
+                events.append((1.0, "ghost", lambda lane_id=lane_id: self._ghost(lane_id)))
+        return events
+
+    def _submit(self) -> None:
+        rng = self.rng
+        self.to_submit -= 1
+        key = RequestKey(self.next_key)
+        self.next_key += 1
+        max_tokens = rng.choice([1, 2, 3, 8, 20, 60])
+        request = SimRequest(
+            prompt=tuple(rng.randrange(self.vocab) for _ in range(rng.choice([1, 2, 3, 5, 9, 14]))),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, 1, min(3, max_tokens)]) if max_tokens > 1 else 0,
+            stop_ids=frozenset(rng.sample(range(self.vocab), rng.choice([0, 1, 2]))),
+            seed=rng.getrandbits(32),
+            stop_text_modulus=rng.choice([0, 0, 17]),
+        )
+        deadline = self.now_ns + rng.randint(1, 40) if rng.random() < 0.1 else None
+        queue_deadline = self.now_ns + rng.randint(1, 20) if rng.random() < 0.1 else None
+        try:
+            self.scheduler.add_request(
+                Request(
+                    key=key,
+                    prompt_token_ids=request.prompt,
+                    max_tokens=request.max_tokens,
+                    min_tokens=request.min_tokens,
+                    stop_token_ids=request.stop_ids,
+                    sampling=SamplingSpec(seed=request.seed, suppressed_token_ids=tuple(sorted(request.stop_ids))),
+                    deadline_ns=deadline,
+                    queue_deadline_ns=queue_deadline,
+                )
+            )
+        except RequestInfeasible:
+            self.counters["infeasible"] += 1
+            return
+        except UnknownLane:
+            if self.scheduler.lanes:
+                raise
+            self.counters["refused_without_lane"] += 1
+            return
+        self.clients[key] = Client(request)
+
+    def _plan(self, lane_id: LaneId) -> None:
+        outcome = self.scheduler.plan(lane_id)
+        self.counters["admissions"] += len(outcome.admitted)
+        self.counters["preemptions"] += len(outcome.preempted)
+        if outcome.plan is None:
+            return
+        plan = outcome.plan
+        self.counters["sit_outs"] += len(plan.sit_out_slots)
+        self.counters["chunks"] += sum(not samples for samples in plan.row_samples)
+        self.counters["dispatched"] += 1
+        wire = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
+        worker = self.lanes[lane_id].worker
+        assert worker is not None
+        worker.accept(wire)
+
+    def _complete(self, lane: LaneWorld) -> None:
+        assert lane.worker is not None
+        event = lane.worker.completed()
+        if event is not None:
+            lane.inbox.append(worker_pb2.RunStepsResponse.FromString(event.SerializeToString()))
+
+    def _deliver(self, lane_id: LaneId) -> None:
+        event = self.lanes[lane_id].inbox.popleft()
+        if event.WhichOneof("event") == "failed":
+            worker = self.lanes[lane_id].worker
+            assert worker is not None
+            self.scheduler.fail_step(lane_id, worker.epoch, StepId(event.failed.step_id))
+            return
+        self._commit(lane_id, event.boundary)
+
+    def _commit(self, lane_id: LaneId, boundary: worker_pb2.StepBoundary) -> None:
+        outcome = self.scheduler.commit(lane_id, result_from_proto(boundary))
+        self.counters["overrun_rows"] += outcome.num_overrun_rows
+        ended = {finished.key: finished for finished in outcome.finished}
+        for key, token in zip(outcome.keys, outcome.token_ids, strict=True):
+            client = self.clients[key]
+            if client.finished is not None:
+                raise SimulationFailure("D8: a token after the terminal message")
+            client.tokens.append(token)
+            index = len(client.tokens) - 1
+            if client.request.matches_stop_text(token, index):
+                finished = self.scheduler.finish_at(key, index + 1)
+                self.counters["stop_texts"] += 1
+                if finished is not None:
+                    self._finished(finished)
+                elif ended[key].reason is FinishReason.LENGTH:
+                    # The shell's precedence: a stop string on the last token reports STOP (rule D5).
+                    ended[key] = Finished(key, FinishReason.STOP, index + 1)
+        for finished in ended.values():
+            self._finished(finished)
+
+    def _ghost(self, lane_id: LaneId) -> None:
+        outcome = self.scheduler.commit(lane_id, result_from_proto(self.lanes[lane_id].ghosts.popleft()))
+        if outcome.keys or outcome.finished:
+            raise SimulationFailure("B5: a result of an older epoch changed something")
+
+    def _abort(self, key: RequestKey) -> None:
+        finished = self.scheduler.abort(key)
+        assert finished is not None
+        self._finished(finished)
+        if self.scheduler.abort(key) is not None:
+            raise SimulationFailure("F3: a second abort found the request live")
+
+    def _tick(self) -> None:
+        self.now_ns += self.rng.randint(1, 3)
+        for finished in self.scheduler.expire(self.now_ns):
+            self.counters["expired"] += 1
+            self._finished(finished)
+
+    def _crash(self, lane_id: LaneId) -> None:
+        lane = self.lanes[lane_id]
+        lane.ghosts.extend(e.boundary for e in lane.inbox if e.WhichOneof("event") == "boundary")
+        lane.inbox.clear()
+        if lane.worker is not None:
+            self.counters.update(lane.worker.counters)
+        lane.worker = None
+        self.counters["lost_sequences"] += len(self.scheduler.lose_lane(lane_id))
+
+    def _finished(self, finished: Finished) -> None:
+        client = self.clients[finished.key]
+        if client.finished is not None:
+            raise SimulationFailure("D8: two terminal messages")
+        if finished.num_output_tokens != len(client.tokens):
+            raise SimulationFailure("B11: the terminal message counts other tokens than were delivered")
+        client.finished = finished
+        self.counters[f"finished_{finished.reason.value}"] += 1
+
+    # ---------------------------------------------------------------------------------------- end
+
+    def _check_end(self) -> None:
+        for lane in self.lanes.values():
+            if lane.worker is not None:
+                self.counters.update(lane.worker.counters)
+        if not self.scheduler.is_idle:
+            raise SimulationFailure("A8: at rest, but not idle")
+        for key, client in self.clients.items():
+            finished = client.finished
+            if finished is None:
+                raise SimulationFailure(f"D8: request {key} never ended")
+            expected, reason = oracle(client.request, vocab=self.vocab, max_model_len=self.max_model_len)
+            if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                if (client.tokens, finished.reason.value) != (expected, reason):
+                    raise SimulationFailure(
+                        f"D4: request {key}: {client.tokens} {finished.reason}, oracle {expected} {reason}"
+                    )
+            elif client.tokens != expected[: len(client.tokens)]:
+                raise SimulationFailure(f"D4: request {key}: {client.tokens} is no prefix of {expected}")
