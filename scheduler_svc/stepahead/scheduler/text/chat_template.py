@@ -77,9 +77,7 @@ def _to_json(  # mirrors transformers' filter, whose options templates use
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002 - templates may pass it by position
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _local_now() -> datetime.datetime:
@@ -119,9 +117,7 @@ class ChatTemplate:
             return now().strftime(pattern)
 
         template_globals = cast("dict[str, object]", environment.globals)
-        template_globals.update(
-            raise_exception=_raise_exception, strftime_now=strftime_now, namespace=_Namespace
-        )
+        template_globals.update(raise_exception=_raise_exception, strftime_now=strftime_now, namespace=_Namespace)
         try:
             self._template = environment.from_string(source)
         except jinja2.exceptions.TemplateError as error:
@@ -147,9 +143,7 @@ class ChatTemplate:
             ):
                 num_chars += len(part)
                 if num_chars > self._max_chars:
-                    raise ChatTemplateError(
-                        f"messages: the rendered prompt exceeds {self._max_chars} characters"
-                    )
+                    raise ChatTemplateError(f"messages: the rendered prompt exceeds {self._max_chars} characters")
                 parts.append(part)
         except ChatTemplateError:
             raise
