@@ -8,8 +8,9 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from hypothesis import strategies as st
-from stepahead.scheduler.text.codec import TextCodec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from stepahead.scheduler.text.codec import TextCodec
 
 EOS = "<eos>"
 EMOJI = "😀"

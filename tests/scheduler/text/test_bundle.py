@@ -9,12 +9,12 @@ import struct
 import zipfile
 
 import pytest
+from tokenizers import Tokenizer, decoders
+
 from stepahead.scheduler.text import bundle
 from stepahead.scheduler.text.bundle import load_bundle
 from stepahead.scheduler.text.codec import ChatTurn
 from stepahead.scheduler.text.errors import BundleError
-from tokenizers import Tokenizer, decoders
-
 from tests.scheduler.text.builders import bundle_bytes, bundle_entries, byte_level, word_level
 
 FIELDS: dict[str, object] = {

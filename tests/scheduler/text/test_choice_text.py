@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stepahead.scheduler.text.choice_text import ChoiceText, TextStep
 from stepahead.scheduler.text.codec import TextCodec
 from stepahead.scheduler.text.errors import DetokenizeError
-
 from tests.scheduler.text.builders import CODECS, EMOJI, chunked, plain_pieces
 from tests.scheduler.text.test_detokenizer import byte_ids
 

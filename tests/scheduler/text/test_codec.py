@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
+
 from stepahead.scheduler.text.chat_template import ChatTemplate
 from stepahead.scheduler.text.choice_text import ChoiceText
 from stepahead.scheduler.text.codec import ChatTurn, CodecSettings, TextCodec
 from stepahead.scheduler.text.errors import BundleError, ChatTemplateError, EncodeError
-from transformers import PreTrainedTokenizerFast
-
 from tests.scheduler.text.builders import byte_level, plain_pieces, with_bos
 
 CHATML = (

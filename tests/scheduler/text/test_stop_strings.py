@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+
 from stepahead.scheduler.text.stop_strings import StopScan, StopStringMatcher, StopStrings
 
 # Two letters make overlaps, ties and self-overlapping stop strings the normal case.
@@ -109,6 +110,7 @@ def test_k1_one_stop_string_gives_the_same_text_for_every_chunking(text: str, st
 def test_passed_over_text_may_begin_a_match_but_not_end_one(before: str, parts: list[str], stops: list[str]):
     matcher = StopStringMatcher(stops, include_stop=False)
     text, shown = before, matcher.pass_over(before)
+    assert len(text) - len(shown) == naive_hold(text, stops)
     for part in parts:
         scan = matcher.push(part)
         old, text, shown = len(text), text + part, shown + scan.text

@@ -16,10 +16,11 @@ import zlib
 from types import MappingProxyType
 from typing import Final, TypeGuard, cast
 
+from tokenizers import Tokenizer
+
 from stepahead.scheduler.text.chat_template import ChatTemplate
 from stepahead.scheduler.text.codec import CodecSettings, TextCodec
 from stepahead.scheduler.text.errors import BundleError
-from tokenizers import Tokenizer
 
 MAX_ENTRIES: Final = 50
 MAX_UNPACKED_BYTES: Final = 500 * 2**20

@@ -20,8 +20,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
-from stepahead.scheduler.text.errors import BundleError, ChatTemplateError
 from typing_extensions import override
+
+from stepahead.scheduler.text.errors import BundleError, ChatTemplateError
 
 # Twice the largest prompt text of the public API (4 MiB), so that the API's own limit speaks first.
 MAX_RENDERED_CHARS: Final = 8 * 2**20

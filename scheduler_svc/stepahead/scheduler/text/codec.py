@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from tokenizers import Tokenizer
+
 from stepahead.scheduler.text.chat_template import ChatTemplate, ChatTurn
 from stepahead.scheduler.text.decoder_plan import plan_decoder
 from stepahead.scheduler.text.errors import ChatTemplateError, EncodeError
 from stepahead.scheduler.text.pieces import PieceTable
-from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

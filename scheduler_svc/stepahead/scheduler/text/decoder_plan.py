@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from stepahead.scheduler.text.errors import BundleError
 from tokenizers import Regex, Tokenizer, decoders
+
+from stepahead.scheduler.text.errors import BundleError
 
 # Stands for "some token before this one" when a stage is asked how it rewrites a token that is not the first.
 _ANCHOR = "a"

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from tokenizers import Tokenizer
+
 from stepahead.scheduler.text.decoder_plan import DecoderPlan
 from stepahead.scheduler.text.errors import DetokenizeError
-from tokenizers import Tokenizer
 
 _MAX_TOKEN_ID: Final = 2**32 - 1
 

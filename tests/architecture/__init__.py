@@ -1,0 +1,1 @@
+"""Checks of the tree itself: size, layering, generated code, style of the protocol."""
