@@ -1,0 +1,212 @@
+"""Settings of the worker process: flags and environment variables, read and checked once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything the worker is told. None: the worker works it out."""
+
+    model: str
+    host: str
+    port: int  # 0: a free one
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    block_size: int
+    num_kv_blocks: int | None
+    kv_cache_bytes: int | None
+    max_overlap_depth: int
+    threads: int | None
+    resume_grace_ns: int
+    max_step_ns: int
+    hold_events: bool
+    reflection: bool | None  # None: on loopback listeners only
+    log_format: str
+    announce_fd: int | None
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the persistent batch: a slot is reusable only once the last step that named it completed."""
+        return self.max_num_seqs * (self.max_overlap_depth + 1)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the listener."""
+        return self.host in ("localhost", "::1", "[::1]") or self.host.startswith("127.")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``2GiB``, ``500MB`` or ``1048576``.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = None if match is None else _UNITS.get(match[2][:1].upper() + match[2][1:])
+    if match is None or unit is None:
+        message = f"{text!r} is not a size; write for example 2GiB, 500MB or a number of bytes"
+        raise ValueError(message)
+    return int(float(match[1]) * unit)
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``; a host in brackets may contain colons.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    host, separator, port = text.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        message = f"{text!r} is not HOST:PORT"
+        raise ValueError(message)
+    return host, int(port)
+
+
+class _SizeType(click.ParamType[int]):
+    name = "SIZE"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            size = parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if size < 1:
+            self.fail("must be at least 1 byte", param, ctx)
+        return size
+
+
+class _ListenType(click.ParamType[tuple[str, int]]):
+    name = "HOST:PORT"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        try:
+            return parse_listen(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+_POSITIVE = click.IntRange(min=1)
+
+_OPTIONS = (
+    click.option("--model", required=True, metavar="SPEC", help="Folder, FILE.gguf, hub id, or toy:NAME."),
+    click.option(
+        "--listen", type=_ListenType(), default="127.0.0.1:50061", show_default=True, help="Port 0: a free one."
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bfloat16", "float32"]),
+        default="auto",
+        show_default=True,
+        help="Storage of weights and cache.",
+    ),
+    click.option(
+        "--max-num-seqs", type=_POSITIVE, default=32, show_default=True, help="Sequences that may run in one step."
+    ),
+    click.option(
+        "--max-num-batched-tokens",
+        type=_POSITIVE,
+        default=512,
+        show_default=True,
+        help="Tokens one step may feed.",
+    ),
+    click.option(
+        "--max-model-len",
+        type=_POSITIVE,
+        default=None,
+        help="Longest sequence; default: the model's context, at most 4096 and what the cache holds.",
+    ),
+    click.option(
+        "--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens per block."
+    ),
+    click.option("--num-kv-blocks", type=_POSITIVE, default=None, help="Size of the KV cache in blocks."),
+    click.option("--kv-cache-bytes", type=_SizeType(), default=None, help="Size of the KV cache, e.g. 2GiB."),
+    click.option(
+        "--max-overlap-depth",
+        type=click.IntRange(0, 8),
+        default=2,
+        show_default=True,
+        help="Largest number of steps a scheduler may dispatch ahead.",
+    ),
+    click.option("--threads", type=_POSITIVE, default=None, help="Compute threads; default: the machine's cores."),
+    click.option(
+        "--resume-grace",
+        type=click.FloatRange(min=0, max=3600),
+        default=10.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long a session outlives its stream.",
+    ),
+    click.option(
+        "--max-step",
+        type=click.FloatRange(min=0.001, max=86400),
+        default=300.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Device time after which a step counts as hung and the process ends.",
+    ),
+    click.option(
+        "--hold-events", is_flag=True, help="Hold each retained step's end until the next command (labs)."
+    ),
+    click.option(
+        "--reflection/--no-reflection", default=None, help="gRPC reflection; default: on loopback listeners."
+    ),
+    click.option(
+        "--log-format", type=click.Choice(["console", "json"]), default="console", show_default=True, help="Logs."
+    ),
+    click.option("--announce-fd", type=click.IntRange(min=0), default=None, help="Write JSON events to this file."),
+)
+
+
+def settings_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds every option of the worker to a click command; see `settings_from_options`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def settings_from_options(options: dict[str, Any]) -> WorkerSettings:
+    """Settings from parsed options.
+
+    Raises:
+        click.UsageError: options contradict each other.
+    """
+    listen: tuple[str, int] = options.pop("listen")
+    resume_grace_s: float = options.pop("resume_grace")
+    max_step_s: float = options.pop("max_step")
+    settings = WorkerSettings(
+        host=listen[0],
+        port=listen[1],
+        resume_grace_ns=round(resume_grace_s * 1e9),
+        max_step_ns=round(max_step_s * 1e9),
+        **options,
+    )
+    if settings.num_kv_blocks is not None and settings.kv_cache_bytes is not None:
+        message = "--num-kv-blocks and --kv-cache-bytes say the same thing: give one of them"
+        raise click.UsageError(message)
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        message = (
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs "
+            f"{settings.max_num_seqs}: a decode step of all sequences would not fit"
+        )
+        raise click.UsageError(message)
+    return settings

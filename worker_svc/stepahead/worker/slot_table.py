@@ -1,0 +1,140 @@
+"""The worker's persistent batch: per slot, everything a step needs that a plan does not repeat.
+
+Columns are NumPy arrays over all slots, so that a steady decode step gathers instead of looping. The table holds
+the state *after* the newest accepted plan: it runs ahead of the device, and needs results only for holes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from stepahead.worker.runner import CacheShape, Int64Array
+
+    SlotIndex = NDArray[np.intp]
+
+NO_HOLE = -1
+"""In `SlotTable.hole_position`: nothing to feed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """A checked admission. Positions and lengths in tokens."""
+
+    slot: int
+    incarnation: int
+    token_ids: Int64Array  # [history length]
+    num_prompt_tokens: int
+    num_settled_tokens: int
+    block_ids: Sequence[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    choice_index: int
+    suppressed: Int64Array | None
+    min_tokens: int
+    constrained: bool
+
+
+class SlotTable:
+    """Columns of all slots, and the decode set.
+
+    Args:
+        shape: number of slots, blocks and positions.
+    """
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        num_slots = shape.num_slots
+        self.max_blocks = -(-shape.max_model_len // shape.block_size)
+        self.incarnation = np.zeros(num_slots, np.uint64)  # 0: free
+        self.next_position = np.zeros(num_slots, np.int64)
+        self.history_len = np.zeros(num_slots, np.int64)
+        self.num_prompt = np.zeros(num_slots, np.int64)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.capacity = np.zeros(num_slots, np.int64)  # positions the table and max_model_len allow
+        self.block_tables = np.zeros((num_slots, self.max_blocks), np.int32)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.choice_index = np.zeros(num_slots, np.int64)
+        self.suppress_until = np.zeros(num_slots, np.int64)  # output index; 0: nothing is suppressed
+        self.constrained = np.zeros(num_slots, np.bool_)
+        self.last_row_step = np.zeros(num_slots, np.int64)  # newest accepted step that has a row of the slot
+        self.hole_position = np.full(num_slots, NO_HOLE, np.int64)
+        self.refed_step = np.zeros(num_slots, np.int64)  # step that fed a hole again; older results are stale
+        self.history: list[Int64Array | None] = [None] * num_slots
+        self.suppressed: list[Int64Array | None] = [None] * num_slots
+        self.members: SlotIndex = np.zeros(0, np.intp)  # the decode set, by joining order; never changed in place
+        self._invalidated: list[int] = []
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; its cell is invalidated by the next step that has rows."""
+        self.incarnation[slot] = 0
+        self.history[slot] = None
+        self.suppressed[slot] = None
+        self._invalidated.append(slot)
+
+    def append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        """Grows a block table."""
+        start = int(self.num_blocks[slot])
+        self.block_tables[slot, start : start + len(block_ids)] = block_ids
+        self._set_num_blocks(slot, start + len(block_ids))
+
+    def admit(self, admission: Admission) -> None:
+        """Puts a sequence into a free slot."""
+        slot = admission.slot
+        self.incarnation[slot] = admission.incarnation
+        self.history[slot] = admission.token_ids
+        self.history_len[slot] = len(admission.token_ids)
+        self.num_prompt[slot] = admission.num_prompt_tokens
+        self.next_position[slot] = admission.num_settled_tokens
+        self.block_tables[slot] = 0
+        self.block_tables[slot, : len(admission.block_ids)] = admission.block_ids
+        self._set_num_blocks(slot, len(admission.block_ids))
+        self.temperature[slot] = admission.temperature
+        self.top_p[slot] = admission.top_p
+        self.top_k[slot] = admission.top_k
+        self.min_p[slot] = admission.min_p
+        self.seed[slot] = admission.seed
+        self.choice_index[slot] = admission.choice_index
+        self.suppressed[slot] = admission.suppressed
+        self.suppress_until[slot] = 0 if admission.suppressed is None else admission.min_tokens
+        self.constrained[slot] = admission.constrained
+        self.hole_position[slot] = NO_HOLE
+        self.refed_step[slot] = 0
+        self._invalidated.append(slot)
+
+    def take_invalidated(self) -> list[int]:
+        """Slots released or admitted since the last call, each once, in order."""
+        invalidated = list(dict.fromkeys(self._invalidated))
+        self._invalidated.clear()
+        return invalidated
+
+    def note_unsampled(self, *, slot: int, incarnation: int, step_id: int, position: int) -> None:
+        """Remembers a hole: the position a later row may feed again, the one exception to "fed once".
+
+        Args:
+            slot: of the row that should have sampled.
+            incarnation: of the row; an older one is ignored.
+            step_id: of the row; one that ran before the hole was fed again is ignored.
+            position: what would have to be fed again.
+        """
+        stale = int(self.incarnation[slot]) != incarnation or step_id < int(self.refed_step[slot])
+        if not stale and self.hole_position[slot] == NO_HOLE:
+            self.hole_position[slot] = position
+
+    def _set_num_blocks(self, slot: int, num_blocks: int) -> None:
+        self.num_blocks[slot] = num_blocks
+        self.capacity[slot] = min(num_blocks * self.shape.block_size, self.shape.max_model_len)

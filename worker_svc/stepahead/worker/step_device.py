@@ -1,0 +1,116 @@
+"""Runs steps on the device stream and reads the step clock where it is true: on the stream.
+
+`running_step_id`, `queued_steps` and `gap_ns` of a boundary are sampled at the instant its step ended, not when
+the message is built: built later they could claim overlap that was not there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from stepahead.worker.runner import StepSamples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepahead.worker.device_stream import Stream
+    from stepahead.worker.runner import Runner, StepBatch
+    from stepahead.worker.step import Step
+
+
+class StepDevice:
+    """A runner behind a stream.
+
+    Args:
+        runner: loaded and allocated; only ever called on the stream.
+        stream: the device.
+        hold_events: a retained step's end waits for `Step.release`, for tables that must not depend on timing.
+    """
+
+    def __init__(self, runner: Runner, stream: Stream, *, hold_events: bool = False) -> None:
+        self._runner = runner
+        self._stream = stream
+        self.hold_events = hold_events
+        self._launched: deque[Step] = deque()  # launched and not ended; both threads, each one end of it
+        self._last_end_ns = 0  # 0: no step of this epoch has ended; device thread only
+        self._running: Step | None = None
+
+    @property
+    def running(self) -> Step | None:
+        """The step whose forward has started and whose sampling has not ended, of any epoch."""
+        return self._running
+
+    @property
+    def oldest_launched(self) -> Step | None:
+        """The oldest step that was launched and has not ended."""
+        try:
+            return self._launched[0]
+        except IndexError:  # it may end between a test and the access
+            return None
+
+    def launch_forward(self, step: Step, batch: StepBatch, on_forward_end: Callable[[], None] | None) -> None:
+        """Launches the forward behind everything launched before.
+
+        Args:
+            step: filled by the device.
+            batch: its arrays.
+            on_forward_end: called on the device thread when the forward has ended.
+        """
+        self._launched.append(step)
+        step.launched_ns = time.monotonic_ns()
+
+        def forward() -> None:
+            now = time.monotonic_ns()
+            step.started_ns = now
+            step.gap_ns = now - self._last_end_ns if self._last_end_ns else 0
+            self._running = step
+            self._runner.forward(batch)
+            step.forward_ended_ns = time.monotonic_ns()
+            if on_forward_end is not None:
+                on_forward_end()
+
+        self._stream.submit(forward)
+
+    def launch_sample(self, step: Step, batch: StepBatch, on_end: Callable[[], None]) -> None:
+        """Launches the sampling of a step whose forward was the last thing launched for it.
+
+        Args:
+            step: filled by the device.
+            batch: its arrays, masks included.
+            on_end: called on the device thread when the step has ended.
+        """
+        step.sample_launched = True
+
+        def sample() -> None:
+            step.sample_started_ns = time.monotonic_ns()
+            samples = self._runner.sample(batch)
+            # Copied: the runner may reuse its buffers for the next step, which starts at once.
+            step.samples = StepSamples(samples.token_ids.copy(), samples.status.copy())
+            if self.hold_events and not step.in_place:
+                step.release.wait()
+            self._end(step)
+
+        self._stream.submit(sample)
+        self._stream.record_event(on_end)
+
+    def reset(self, worker_epoch: int) -> None:
+        """A new epoch: cells are void, and steps of older epochs that were never sampled are forgotten."""
+
+        def forget() -> None:
+            while self._launched and self._launched[0].worker_epoch != worker_epoch:
+                self._launched.popleft()
+            self._running = None
+            self._last_end_ns = 0
+            self._runner.reset()
+
+        self._stream.submit(forget)
+
+    def _end(self, step: Step) -> None:
+        launched = self._launched
+        launched.popleft()
+        step.queued_steps = len(launched)
+        step.running_step_id = launched[0].step_id if launched else 0
+        self._running = None
+        self._last_end_ns = step.ended_ns = time.monotonic_ns()
