@@ -1,0 +1,1 @@
+"""CPU kernels: the reference operations, made fast with torch and vectorised NumPy."""

@@ -1,0 +1,131 @@
+"""Paged attention on the CPU in plain torch: gather the blocks, then batched matrix products.
+
+Measured on 2 cores (bf16, 32 rows, context 192, 3 KV heads, us a layer): gather 270, products and softmax 230.
+The alternatives lose: torch's fused attention takes 500 to 5000 us for the same rows, indexing the cache with a
+block table twice the gather's time, and an attention call per row three times the time of a batched one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder
+from stepahead.kernels.ops import AttentionShape, StepLayout
+from stepahead.kernels.reference.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """See `Ops.allocate_cache`."""
+
+    num_blocks: int
+    block_size: int
+    max_positions: int
+
+
+class PagedAttention:
+    """The KV cache of all layers and attention over it. Layout: `reference.attention`, plus one null block."""
+
+    def __init__(self, shape: AttentionShape, size: CacheSize, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._block_size = block_size = size.block_size
+        layer = (size.num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_dim)
+        self._cache = torch.zeros((shape.num_layers, *layer), dtype=dtype)
+        # torch.zeros may hand out the kernel's shared zero page: writing makes the memory real now, not mid-step.
+        self._cache.fill_(0)
+        block_head = block_size * shape.head_dim
+        self._block_rows = [layer.view(-1, block_head) for layer in self._cache]
+        self._vector_rows = [layer.view(-1, shape.head_dim) for layer in self._cache]
+        cos, sin = rope_tables(shape.rope, size.max_positions)
+        # The sign of the rotation lives in the table, so that turning is two products and a roll.
+        tables = np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
+        full = (torch.from_numpy(tables[0]).to(dtype), torch.from_numpy(tables[1]).to(dtype))
+        self._layouts = LayoutBuilder(shape, block_size, size.num_blocks, full)
+        self._gathered = torch.empty(0, dtype=dtype)
+        future = torch.ones(CHUNK_TILE, CHUNK_TILE, dtype=torch.bool).triu(1)
+        self._causal_bias = torch.zeros(CHUNK_TILE, CHUNK_TILE, dtype=dtype).masked_fill(future, -torch.inf)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the cache, the null block included."""
+        return self._cache.numel() * self._cache.element_size()
+
+    def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
+        """Copies blocks, all sources read before the first write, then zeroes blocks."""
+        if copies:
+            sources, destinations = (torch.tensor(ids) for ids in zip(*copies, strict=True))
+            self._cache[:, destinations] = self._cache[:, sources]
+        if zeroed:
+            self._cache.index_fill_(1, torch.tensor(zeroed), 0)
+
+    def prepare(self, layout: StepLayout) -> CpuStep:
+        """Clears the blocks whose first kv_slot this step writes and returns the step's indexes."""
+        begun = layout.slot_mapping[layout.slot_mapping % self._block_size == 0] // self._block_size
+        if len(begun):
+            self._cache.index_fill_(1, torch.from_numpy(begun), 0)
+        return self._layouts.build(layout)
+
+    def attend(self, layer: int, qkv: torch.Tensor, step: CpuStep) -> torch.Tensor:
+        """See `Ops.attend`."""
+        shape = self._shape
+        num_tokens, head_dim = qkv.shape[0], shape.head_dim
+        heads = qkv.view(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, head_dim)
+        turned = heads[:, : shape.num_heads + shape.num_kv_heads]
+        swapped = turned.roll(head_dim // 2, -1)
+        torch.addcmul(turned * step.cos, swapped, step.sin, out=turned)
+        vectors = heads[:, shape.num_heads :].reshape(-1, head_dim)
+        self._vector_rows[layer].index_copy_(0, step.write_index, vectors)
+
+        queries = heads[:, : shape.num_heads]
+        if not step.chunks and len(step.buckets) == 1:
+            return self._decode(layer, queries, step.buckets[0])
+        result = torch.empty(num_tokens, shape.num_heads * head_dim, dtype=qkv.dtype)
+        for chunk in step.chunks:
+            end = chunk.first_token + chunk.num_tokens
+            self._attend_chunk(layer, queries[chunk.first_token : end], chunk, result[chunk.first_token : end])
+        for bucket in step.buckets:
+            end = bucket.first_token + bucket.num_rows
+            result[bucket.first_token : end] = self._decode(layer, queries[bucket.first_token : end], bucket)
+        return result
+
+    def _gather(self, layer: int, index: torch.Tensor) -> torch.Tensor:
+        """Returns [len(index), block_size * head_dim], valid until the next gather."""
+        row = self._block_size * self._shape.head_dim
+        if self._gathered.numel() < len(index) * row:
+            # One buffer for every layer and step: fresh memory of this size costs more in page faults than the copy.
+            self._gathered = torch.empty(len(index) * row * 5 // 4, dtype=self._cache.dtype)
+        out = self._gathered[: len(index) * row].view(len(index), row)
+        return torch.index_select(self._block_rows[layer], 0, index, out=out)
+
+    def _decode(self, layer: int, queries: torch.Tensor, bucket: DecodeBucket) -> torch.Tensor:
+        """One query per row: the query heads that share a KV head are the rows of one small product."""
+        shape = self._shape
+        batch = bucket.num_rows * shape.num_kv_heads
+        gathered = self._gather(layer, bucket.gather).view(2, batch, bucket.num_keys, shape.head_dim)
+        grouped = queries.reshape(batch, shape.num_heads // shape.num_kv_heads, shape.head_dim)
+        scores = torch.bmm(grouped, gathered[0].transpose(1, 2))
+        torch.add(bucket.bias, scores, alpha=shape.scale, out=scores)
+        mixed = torch.bmm(scores.softmax(-1), gathered[1])
+        return mixed.view(bucket.num_rows, shape.num_heads * shape.head_dim)
+
+    def _attend_chunk(self, layer: int, queries: torch.Tensor, chunk: Chunk, result: torch.Tensor) -> None:
+        """Several queries of one row, tile by tile over the keys each tile may see."""
+        shape = self._shape
+        kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+        keys, values = self._gather(layer, chunk.gather).view(2, kv_heads, chunk.num_keys, shape.head_dim)
+        start = chunk.seq_len - chunk.num_tokens
+        for first in range(0, chunk.num_tokens, CHUNK_TILE):
+            end = min(first + CHUNK_TILE, chunk.num_tokens)
+            tile, visible = end - first, start + end
+            grouped = queries[first:end].reshape(tile, kv_heads, group, shape.head_dim).transpose(0, 1)
+            grouped = grouped.reshape(kv_heads, tile * group, shape.head_dim)
+            scores = torch.bmm(grouped, keys[:, :visible].transpose(1, 2)).mul_(shape.scale)
+            # Only the tile's own positions lie partly in the future of its queries.
+            own = scores.view(kv_heads, tile, group, visible)[..., visible - tile :]
+            own.add_(self._causal_bias[None, :tile, None, :tile])
+            mixed = torch.bmm(scores.softmax(-1), values[:, :visible])
+            mixed = mixed.view(kv_heads, tile, group, shape.head_dim).transpose(0, 1)
+            result[first:end].view(tile, kv_heads, group, shape.head_dim).copy_(mixed)

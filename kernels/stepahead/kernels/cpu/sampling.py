@@ -1,0 +1,96 @@
+"""Sampling on the host: `reference.sampling`, token for token, without sorting the vocabulary.
+
+A full sort of 49,152 logits takes 4 ms, the whole row here about 0.1 ms. Two facts save the sort:
+
+* the k-th largest of the maxima of any disjoint tiles is a lower bound of the k-th largest value, so ids below
+  it cannot be among the k largest;
+* ids of more than 1e-4 of the largest mass almost always reach top_p; where they do not, all ids are sorted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepahead.kernels.reference.sampling import (
+    GREEDY_BELOW,
+    TILE,
+    RowSampling,
+    RowStatus,
+    allowed_ids,
+    pick,
+)
+
+_HEAD_MASS = np.float32(1e-4)
+
+
+def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int, RowStatus]:
+    """Samples one row as `reference.sampling.sample_row` does.
+
+    Args:
+        logits: [vocab_size] float32, contiguous.
+        sampling: the row's parameters.
+
+    Returns:
+        (token id, status); the id means nothing unless the status is OK.
+    """
+    largest = logits.max()
+    if not np.isfinite(largest):  # max spreads NaN, so one number tells of NaN, +infinity and "all -infinity"
+        return 0, RowStatus.NON_FINITE
+    scores = logits
+    if sampling.mask is not None or sampling.suppressed is not None:
+        scores = np.where(allowed_ids(len(logits), sampling), logits, np.float32(-np.inf))
+        largest = scores.max()
+        if not np.isfinite(largest):
+            return 0, RowStatus.NOTHING_ALLOWED
+    if sampling.temperature < GREEDY_BELOW:
+        return int(scores.argmax()), RowStatus.OK
+    masses = np.exp((scores - largest) / np.float32(sampling.temperature))
+    if 0 < sampling.top_k < len(scores):
+        kept = largest_ids(scores, sampling.top_k)
+        masses = _only(masses, kept)
+    if sampling.top_p < 1.0:
+        masses = _only(masses, _nucleus(scores, masses, sampling.top_p))
+    if sampling.min_p > 0.0:
+        masses[masses < np.float32(sampling.min_p) * masses.max()] = 0.0
+    return pick(masses, sampling.draw), RowStatus.OK
+
+
+def largest_ids(scores: NDArray[np.float32], num_kept: int) -> NDArray[np.int64]:
+    """Returns the ids of the `num_kept` largest scores, lower ids first on a tie, in ascending id order.
+
+    Args:
+        scores: [vocab_size] float32 without NaN.
+        num_kept: 1 .. vocab_size - 1.
+    """
+    candidates = np.arange(len(scores))
+    num_tiles = len(scores) // TILE
+    if num_kept <= num_tiles:
+        maxima = scores[: num_tiles * TILE].reshape(num_tiles, TILE).max(axis=1)
+        bound = np.partition(maxima, num_tiles - num_kept)[num_tiles - num_kept]
+        candidates = np.flatnonzero(scores >= bound)
+    values = scores[candidates]
+    smallest_kept = np.partition(values, len(values) - num_kept)[len(values) - num_kept]
+    above = candidates[values > smallest_kept]
+    level = candidates[values == smallest_kept][: num_kept - len(above)]
+    return np.sort(np.concatenate([above, level]))
+
+
+def _only(masses: NDArray[np.float32], kept: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Returns `masses` with 0 everywhere but at `kept`."""
+    result = np.zeros_like(masses)
+    result[kept] = masses[kept]
+    return result
+
+
+def _nucleus(scores: NDArray[np.float32], masses: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
+    """Returns the ids top-p keeps. Ids without mass (dropped by top-k) sort behind all others and stay out."""
+    wanted = top_p * masses.sum(dtype=np.float64)
+    for candidates in (np.flatnonzero(masses > _HEAD_MASS), np.flatnonzero(masses)):
+        order = candidates[np.argsort(-scores[candidates], kind="stable")]
+        cumulative = np.cumsum(masses[order], dtype=np.float64)
+        num_kept = int(np.searchsorted(cumulative, wanted, side="left")) + 1
+        if num_kept <= len(order):
+            return order[:num_kept]
+    # Rounding: the sum in order stays an ulp under the sum by tiles. Everything with mass is kept.
+    return np.flatnonzero(masses)

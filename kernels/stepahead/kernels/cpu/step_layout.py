@@ -1,0 +1,163 @@
+"""A step's layout as the CPU attention needs it: indexes for the gathers, masks, and a token order.
+
+    tokens, reordered   chunk a (5) | chunk b (2) | decode bucket 0 (4 rows) | decode bucket 1 (9 rows)
+                        row by row, in tiles        rows of similar length, one matrix product each
+
+Rows of one token are sorted by length and cut into buckets; a bucket is padded to its longest row with the null
+block, which is zero and belongs to nobody. Reordering the tokens once spares every layer a gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stepahead.kernels.ops import AttentionShape, StepLayout
+
+MAX_PADDED_BLOCKS = 48
+"""Blocks a bucket may waste: about what starting another bucket costs in every layer (measured, 2 cores)."""
+
+CHUNK_TILE = 128
+"""Query tokens per tile of a chunk: keys past the tile's end are not touched at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Rows of one token each, padded to the same number of blocks."""
+
+    first_token: int
+    num_rows: int
+    num_keys: int
+    gather: torch.Tensor  # [2 * num_rows * num_kv_heads * num_blocks] rows of the cache, see `attention`
+    bias: torch.Tensor  # [num_rows * num_kv_heads, 1, num_keys], 0 or -infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One row of several tokens."""
+
+    first_token: int
+    num_tokens: int
+    num_keys: int
+    """Keys gathered: a multiple of the block size."""
+    seq_len: int
+    gather: torch.Tensor  # [2 * num_kv_heads * num_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStep:
+    """A prepared step."""
+
+    token_order: NDArray[np.int64]
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # [num_tokens, 1, head_dim], first half negated
+    write_index: torch.Tensor  # [num_tokens * 2 * num_kv_heads] rows of the cache seen as head vectors
+    chunks: tuple[Chunk, ...]
+    buckets: tuple[DecodeBucket, ...]
+
+
+def cut_buckets(num_blocks: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cuts rows sorted by descending block count into (first, end) runs that waste little padding."""
+    runs: list[tuple[int, int]] = []
+    first, padded = 0, 0
+    for row, count in enumerate(num_blocks.tolist()):
+        padded += int(num_blocks[first]) - count
+        if padded > MAX_PADDED_BLOCKS:
+            runs.append((first, row))
+            first, padded = row, 0
+    if len(num_blocks):
+        runs.append((first, len(num_blocks)))
+    return runs
+
+
+def gather_index(blocks: NDArray[np.int64], num_kv_heads: int) -> torch.Tensor:
+    """Returns the cache rows (each one block of one head) that give [2, rows, kv heads, keys, head_dim].
+
+    Args:
+        blocks: [num_rows, num_blocks] block ids.
+        num_kv_heads: heads of the cache.
+    """
+    parts = np.arange(2)[:, None, None, None]
+    heads = np.arange(num_kv_heads)[None, None, :, None]
+    rows = (blocks[None, :, None, :] * 2 + parts) * num_kv_heads + heads
+    return torch.from_numpy(rows.reshape(-1))
+
+
+class LayoutBuilder:
+    """Builds `CpuStep`s; holds what does not change between steps."""
+
+    def __init__(
+        self, shape: AttentionShape, block_size: int, null_block: int, tables: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        self._num_kv_heads = shape.num_kv_heads
+        self._block_size = block_size
+        self._null_block = null_block
+        self._cos, self._sin = tables
+
+    def build(self, layout: StepLayout) -> CpuStep:
+        """Returns the step's indexes and masks."""
+        starts = layout.query_start_loc[:-1].astype(np.int64)
+        counts = np.diff(layout.query_start_loc).astype(np.int64)
+        num_blocks = -(-layout.seq_lens.astype(np.int64) // self._block_size)
+        is_chunk = counts > 1
+        chunk_rows = np.flatnonzero(is_chunk)
+        decode_rows = np.flatnonzero(~is_chunk)
+        decode_rows = decode_rows[np.argsort(-num_blocks[decode_rows], kind="stable")]
+
+        spans = [np.arange(starts[row], starts[row] + counts[row]) for row in chunk_rows]
+        order = np.concatenate([*spans, starts[decode_rows]])
+        chunks: list[Chunk] = []
+        first_token = 0
+        for row in chunk_rows.tolist():
+            chunks.append(self._chunk(layout, row, first_token, int(num_blocks[row])))
+            first_token += int(counts[row])
+        buckets: list[DecodeBucket] = []
+        for first, end in cut_buckets(num_blocks[decode_rows]):
+            buckets.append(self._bucket(layout, decode_rows[first:end], first_token, num_blocks))
+            first_token += end - first
+        positions = torch.from_numpy(layout.positions[order])
+        return CpuStep(
+            token_order=order,
+            cos=self._cos.index_select(0, positions).unsqueeze(1),
+            sin=self._sin.index_select(0, positions).unsqueeze(1),
+            write_index=self._write_index(layout.slot_mapping[order]),
+            chunks=tuple(chunks),
+            buckets=tuple(buckets),
+        )
+
+    def _chunk(self, layout: StepLayout, row: int, first_token: int, num_blocks: int) -> Chunk:
+        blocks = layout.block_tables[row : row + 1, :num_blocks].astype(np.int64)
+        return Chunk(
+            first_token=first_token,
+            num_tokens=int(layout.query_start_loc[row + 1] - layout.query_start_loc[row]),
+            num_keys=num_blocks * self._block_size,
+            seq_len=int(layout.seq_lens[row]),
+            gather=gather_index(blocks, self._num_kv_heads),
+        )
+
+    def _bucket(
+        self, layout: StepLayout, rows: NDArray[np.int64], first_token: int, num_blocks: NDArray[np.int64]
+    ) -> DecodeBucket:
+        widest = int(num_blocks[rows[0]])
+        used = np.arange(widest) < num_blocks[rows, None]
+        blocks = np.where(used, layout.block_tables[rows, :widest], self._null_block).astype(np.int64)
+        num_keys = widest * self._block_size
+        visible = np.arange(num_keys) < layout.seq_lens[rows, None]
+        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
+        bias = np.repeat(bias, self._num_kv_heads, axis=0)[:, None, :]
+        return DecodeBucket(
+            first_token=first_token,
+            num_rows=len(rows),
+            num_keys=num_keys,
+            gather=gather_index(blocks, self._num_kv_heads),
+            bias=torch.from_numpy(bias).to(self._cos.dtype),
+        )
+
+    def _write_index(self, slot_mapping: NDArray[np.int64]) -> torch.Tensor:
+        blocks, offsets = np.divmod(slot_mapping, self._block_size)
+        vectors = 2 * self._num_kv_heads
+        rows = (blocks[:, None] * vectors + np.arange(vectors)) * self._block_size + offsets[:, None]
+        return torch.from_numpy(rows.reshape(-1))

@@ -1,0 +1,118 @@
+"""What a decoder asks of a device: the `Ops` protocol.
+
+A decoder is the same lines of Python on every device; what differs is behind these operations. `reference` says
+what each computes; a backend may fuse, reorder tokens (it says how in `PreparedStep.token_order`) and choose its
+own forms for packed weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stepahead.kernels.reference.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Sizes every layer shares."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host."""
+
+    positions: NDArray[np.int64]  # [num_tokens]
+    slot_mapping: NDArray[np.int64]  # [num_tokens]
+    query_start_loc: NDArray[np.int32]  # [num_rows + 1]
+    seq_lens: NDArray[np.int32]  # [num_rows]
+    block_tables: NDArray[np.int32]  # [num_rows, width], entries past a row's need are not read
+
+
+class PackedLinear(Protocol):
+    """A weight matrix in the form a backend multiplies by."""
+
+    @property
+    def out_features(self) -> int:
+        """Width of the result."""
+        ...
+
+
+class PreparedStep(Protocol):
+    """A step's layout in the form a backend needs, made once and used by every layer."""
+
+    @property
+    def token_order(self) -> NDArray[np.int64]:
+        """[num_tokens]: the backend's i-th token is token `token_order[i]` of the layout."""
+        ...
+
+
+class Ops(Protocol):
+    """The operations. All activations are [num_tokens, features] of the backend's dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV cache."""
+        ...
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
+        """Takes weight [out, in] and bias [out], any float dtype; the caller drops them afterwards."""
+        ...
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """Returns x @ weight.T + bias, [num_tokens, out]."""
+        ...
+
+    def embed(self, token_ids: NDArray[np.int64], table: torch.Tensor) -> torch.Tensor:
+        """Returns the table's rows, [num_tokens, hidden]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `reference.elementwise.rms_norm`; normalises the last axis."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `reference.elementwise.silu_mul`."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
+        """Allocates the KV cache of all layers, every byte written; returns its bytes.
+
+        Args:
+            num_blocks: blocks a plan may name.
+            block_size: kv_slots per block.
+            max_positions: positions stay below this.
+        """
+        ...
+
+    def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
+        """Copies blocks (source, destination), then sets blocks to zero, in all layers."""
+        ...
+
+    def prepare(self, layout: StepLayout) -> PreparedStep:
+        """Turns a layout into the backend's form and clears the blocks it begins to write."""
+        ...
+
+    def attend(self, layer: int, qkv: torch.Tensor, step: PreparedStep) -> torch.Tensor:
+        """Rotates queries and keys, stores keys and values, and attends.
+
+        Args:
+            layer: 0 and up.
+            qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] in the step's token order; overwritten.
+            step: from `prepare`.
+
+        Returns:
+            [num_tokens, num_heads * head_dim], see `reference.attention.paged_attention`.
+        """
+        ...

@@ -1,0 +1,119 @@
+"""Sampling of one row of logits: the order of operations, stated once.
+
+1. A row that holds NaN or +infinity, or no finite value, is NON_FINITE. (-infinity is a legal "never".)
+2. Not allowed are: ids outside the mask, suppressed ids, logits of -infinity. Nothing left: NOTHING_ALLOWED.
+3. temperature < 1e-5 is greedy: the allowed id with the largest logit, the lowest id on a tie.
+4. Mass of an allowed id: exp((logit - largest allowed logit) / temperature), in float32.
+5. top-k: the k largest logits stay, lower ids first on a tie. 0, and k >= vocabulary size, are off.
+6. top-p: of the ids left, by (logit descending, id ascending), the shortest run whose mass reaches
+   top_p x the mass left after step 5 stays; at least one id. 1 is off.
+7. min-p: ids with mass < min_p x the largest mass go. 0 is off.
+8. Draw: masses in id order, summed in float64 per tile of 256 ids and then across tiles; the token is the first
+   id whose cumulative mass exceeds draw x total.
+
+Each row is computed alone, so batch neighbours cannot change it. Order 4 to 7 is that of the `transformers`
+library's logits warpers (temperature, top-k, top-p, min-p).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow float32."""
+
+TILE = 256
+"""Ids per partial sum of step 8."""
+
+
+class RowStatus(IntEnum):
+    """Outcome of a row; the values are those of the worker's SampleStatus."""
+
+    OK = 0
+    NON_FINITE = 1
+    NOTHING_ALLOWED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """How to sample one row. `draw` is the uniform number of `philox.draw_uniform`."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    draw: float = 0.0
+    suppressed: NDArray[np.int64] | None = None
+    mask: NDArray[np.uint8] | None = None
+    """Packed bits: bit i % 8 of byte i // 8 allows id i."""
+
+
+def allowed_ids(vocab_size: int, sampling: RowSampling) -> NDArray[np.bool_]:
+    """Returns [vocab_size] bool: the ids the mask and the suppressed list leave."""
+    if sampling.mask is None:
+        allowed = np.ones(vocab_size, dtype=np.bool_)
+    else:
+        allowed = np.unpackbits(sampling.mask, count=vocab_size, bitorder="little").astype(np.bool_)
+    if sampling.suppressed is not None:
+        allowed[sampling.suppressed] = False
+    return allowed
+
+
+def pick(masses: NDArray[np.float32], draw: float) -> int:
+    """Step 8: returns the id whose share of [0, 1) holds `draw`.
+
+    Args:
+        masses: [vocab_size] float32, 0 for ids that may not be drawn; not all 0.
+        draw: uniform in [0, 1).
+    """
+    num_tiles = -(-len(masses) // TILE)
+    tiles = np.zeros(num_tiles * TILE, dtype=np.float32)
+    tiles[: len(masses)] = masses
+    tiles = tiles.reshape(num_tiles, TILE)
+    cumulative = np.cumsum(tiles.sum(axis=1, dtype=np.float64))
+    target = draw * cumulative[-1]
+    tile = min(int(np.searchsorted(cumulative, target, side="right")), num_tiles - 1)
+    rest = target - (cumulative[tile - 1] if tile else 0.0)
+    inside = np.cumsum(tiles[tile], dtype=np.float64)
+    # Rounding may leave `rest` at or above the tile's own sum: the tile's last drawable id is meant then.
+    drawable = np.flatnonzero(tiles[tile])
+    index = min(int(np.searchsorted(inside, rest, side="right")), int(drawable[-1]))
+    return tile * TILE + index
+
+
+def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int, RowStatus]:
+    """Samples one row by the module's order of operations.
+
+    Args:
+        logits: [vocab_size] float32.
+        sampling: the row's parameters.
+
+    Returns:
+        (token id, status); the id means nothing unless the status is OK.
+    """
+    vocab_size = len(logits)
+    finite = np.isfinite(logits)
+    if np.isnan(logits).any() or np.isposinf(logits).any() or not finite.any():
+        return 0, RowStatus.NON_FINITE
+    allowed = allowed_ids(vocab_size, sampling) & finite
+    if not allowed.any():
+        return 0, RowStatus.NOTHING_ALLOWED
+    scores = np.where(allowed, logits, -np.inf).astype(np.float32)
+    if sampling.temperature < GREEDY_BELOW:
+        return int(scores.argmax()), RowStatus.OK
+    masses = np.exp((scores - scores.max()) / np.float32(sampling.temperature))
+    # A stable sort of the negated scores: largest first, lower id first on a tie.
+    order = np.argsort(-scores, kind="stable")
+    if 0 < sampling.top_k < vocab_size:
+        masses[order[sampling.top_k :]] = 0.0
+    if sampling.top_p < 1.0:
+        cumulative = np.cumsum(masses[order], dtype=np.float64)
+        total = masses.sum(dtype=np.float64)
+        num_kept = int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1
+        masses[order[num_kept:]] = 0.0
+    masses[masses < np.float32(sampling.min_p) * masses.max()] = 0.0
+    return pick(masses, sampling.draw), RowStatus.OK

@@ -1,0 +1,1 @@
+"""Models: configuration, weights, tokenizer and the decoder that runs them."""

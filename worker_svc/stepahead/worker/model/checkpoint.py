@@ -1,0 +1,93 @@
+"""Finds the files a model specification means: a directory, a GGUF file or a hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+from stepahead.worker.errors import ModelError
+from stepahead.worker.model.config import ModelConfig, read_config
+from stepahead.worker.model.weights import SafetensorsSource, WeightSource
+
+SPEC_FORMS = (
+    "a directory with config.json and safetensors, a FILE.gguf, a hub id OWNER/NAME, or toy:NAME "
+    "(score-table, running-sum, window-sum, tagged, sleep)"
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+
+
+class Checkpoint(Protocol):
+    """An opened model. `close` ends reading; tensors read before stay valid."""
+
+    name: str
+    config: ModelConfig
+
+    @property
+    def weights(self) -> WeightSource:
+        """The tensors."""
+        ...
+
+    def tokenizer_bundle(self) -> bytes:
+        """Returns the tokenizer bundle, empty where the model has no tokenizer."""
+        ...
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
+class DirectoryCheckpoint:
+    """A Hugging Face model directory."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = name
+        self.config = read_config(directory)
+        self.weights = SafetensorsSource(directory)
+        self._directory = directory
+
+    def tokenizer_bundle(self) -> bytes:
+        """See `Checkpoint.tokenizer_bundle`."""
+        from stepahead.worker.model.tokenizer_bundle import bundle_from_directory  # noqa: PLC0415 - slow import
+
+        return bundle_from_directory(self._directory)
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self.weights.close()
+
+
+def open_checkpoint(spec: str) -> Checkpoint:
+    """Opens what `spec` names; a hub id may be downloaded first.
+
+    Raises:
+        ModelError: nothing fits, or the model cannot be read or is not supported.
+    """
+    path = Path(spec).expanduser()
+    if spec.endswith(".gguf"):
+        if not path.is_file():
+            raise ModelError(f"{spec}: no such file")
+        from stepahead.worker.model.gguf_checkpoint import GgufCheckpoint  # noqa: PLC0415 - slow import
+
+        return GgufCheckpoint(path)
+    if path.is_dir():
+        return DirectoryCheckpoint(path, path.resolve().name)
+    if _HUB_ID.fullmatch(spec):
+        return DirectoryCheckpoint(_download(spec), spec)
+    raise ModelError(f"model {spec!r} is nothing that exists here; a model is {SPEC_FORMS}")
+
+
+def _download(hub_id: str) -> Path:
+    import huggingface_hub  # noqa: PLC0415 - slow import
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:
+        # The hub's own errors derive from one of these; their texts run over many lines.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"hub model {hub_id!r} is not in the local cache and cannot be fetched ({reason}); give a model "
+            f"directory or a GGUF file, or go online once"
+        ) from error

@@ -1,0 +1,40 @@
+"""From a model specification to a runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stepahead.worker.errors import ModelError
+from stepahead.worker.runner import Runner
+from stepahead.worker.toy.hashed import SleepRunner, TaggedRunner
+from stepahead.worker.toy.lessons import RunningSumRunner, ScoreTableRunner, WindowSumRunner
+from stepahead.worker.toy.options import PREFIX, ToySpec, parse_toy_spec
+
+TOYS: dict[str, Callable[[ToySpec], Runner]] = {
+    "score-table": ScoreTableRunner,
+    "running-sum": RunningSumRunner,
+    "window-sum": WindowSumRunner,
+    "tagged": TaggedRunner,
+    "sleep": SleepRunner,
+}
+
+
+def make_runner(spec: str, *, dtype: str = "auto", threads: int | None = None) -> Runner:
+    """Returns a runner for a model; nothing is read or downloaded before its `load`.
+
+    Args:
+        spec: a directory, a FILE.gguf, a hub id, or `toy:NAME?options`.
+        dtype: "auto", "bfloat16" or "float32"; toys compute in integers whatever it says.
+        threads: torch threads; None: one per core this process may use.
+
+    Raises:
+        ModelError: a toy or an option that does not exist, or an unknown dtype.
+    """
+    if spec.startswith(PREFIX):
+        toy = parse_toy_spec(spec)
+        if toy.name not in TOYS:
+            raise ModelError(f"toy model {toy.name!r} does not exist; there are {', '.join(sorted(TOYS))}")
+        return TOYS[toy.name](toy)
+    from stepahead.worker.model.cpu_runner import CpuRunner  # noqa: PLC0415 - a toy needs no torch
+
+    return CpuRunner(spec, dtype, threads)

@@ -1,0 +1,151 @@
+"""The toys of the teaching experiments: a score table, a running sum and a window sum."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from stepahead.worker.model.bundle import BundleFields, write_bundle
+from stepahead.worker.model.cells import ResolvedStep
+from stepahead.worker.toy.options import ToySpec
+from stepahead.worker.toy.paged_integers import POISON
+from stepahead.worker.toy.toy_runner import LogitToyRunner, ToyFacts, last_positions
+
+WORDS = ("<start>", "Small", "steps", "help", "<end>")
+START, END = 0, 4
+
+SCORES = np.array(
+    [
+        # <start> Small steps help <end>
+        [0, 9, 1, 0, 0],
+        [0, 0, 8, 1, 0],
+        [0, 0, 0, 7, 1],
+        [0, 0, 0, 0, 9],
+        [0, 0, 0, 0, 9],
+    ],
+    dtype=np.float32,
+)
+"""[last token, next token]."""
+
+
+class ScoreTableRunner(LogitToyRunner):
+    """The next token's scores depend on the last token only. A kv_slot holds its token.
+
+    `loop=WORD` changes that word's row so that it prefers itself: generation then ends at its limit only.
+    """
+
+    def __init__(self, spec: ToySpec) -> None:
+        self.scores = SCORES.copy()
+        word = spec.take_word("loop", WORDS)
+        if word is not None:
+            row = WORDS.index(word)
+            self.scores[row] = 0
+            self.scores[row, row] = 9
+        facts = ToyFacts(
+            vocab_size=len(WORDS),
+            eos_token_ids=spec.take_ids("eos", (END,), len(WORDS)),
+            bos_token_id=START,
+            max_context_tokens=spec.take_int("context", 4096, minimum=2),
+            tokenizer_bundle=score_table_bundle(),
+        )
+        spec.finish(("loop", "eos", "context"))
+        super().__init__(spec, facts)
+
+    @override
+    def _store(self, step: ResolvedStep) -> None:
+        self._cache.write(step.slot_mapping, step.token_ids)
+
+    @override
+    def _look(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+        last = self._cache.read(step, choice_rows, last_positions(step, choice_rows))
+        self._unwritten = last == POISON
+        self._logits = self.scores[np.where(self._unwritten, 0, last) % len(WORDS)]
+
+
+class RunningSumRunner(LogitToyRunner):
+    """Next token = (sum of the history) mod 10. A kv_slot holds the sum up to and including its position."""
+
+    def __init__(self, spec: ToySpec) -> None:
+        vocab_size = spec.take_int("vocab", 10, minimum=10)
+        facts = ToyFacts(
+            vocab_size=vocab_size,
+            eos_token_ids=spec.take_ids("eos", (), vocab_size),
+            max_context_tokens=spec.take_int("context", 4096, minimum=2),
+        )
+        spec.finish(("vocab", "eos", "context"))
+        super().__init__(spec, facts)
+        self.num_additions = 0
+
+    @override
+    def _store(self, step: ResolvedStep) -> None:
+        starts, rows = step.query_start_loc, np.arange(len(step.rows))
+        first = step.positions[starts[:-1]]
+        before = np.zeros(len(rows), dtype=np.int64)
+        continued = rows[first > 0]
+        before[continued] = self._cache.read(step, continued, first[continued] - 1)
+        for row, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            sums = before[row] + np.cumsum(step.token_ids[begin:end])
+            if before[row] == POISON:
+                sums[:] = POISON  # what builds on an unwritten sum is as good as unwritten
+            self._cache.write(step.slot_mapping[begin:end], sums)
+        self.num_additions += len(step.token_ids)
+
+    @override
+    def _look(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+        sums = self._cache.read(step, choice_rows, last_positions(step, choice_rows))
+        self._unwritten = sums == POISON
+        self._prefer(np.where(self._unwritten, 0, sums) % 10)
+
+
+class WindowSumRunner(LogitToyRunner):
+    """Next token = (sum of the last `width` processed tokens) mod 10. A kv_slot holds its token."""
+
+    def __init__(self, spec: ToySpec) -> None:
+        vocab_size = spec.take_int("vocab", 10, minimum=10)
+        self.width = spec.take_int("width", 3, minimum=1)
+        facts = ToyFacts(
+            vocab_size=vocab_size,
+            eos_token_ids=spec.take_ids("eos", (), vocab_size),
+            max_context_tokens=spec.take_int("context", 4096, minimum=2),
+        )
+        spec.finish(("vocab", "width", "eos", "context"))
+        super().__init__(spec, facts)
+
+    @override
+    def _store(self, step: ResolvedStep) -> None:
+        self._cache.write(step.slot_mapping, step.token_ids)
+
+    @override
+    def _look(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+        last = last_positions(step, choice_rows)
+        sums = np.zeros(len(choice_rows), dtype=np.int64)
+        unwritten = np.zeros(len(choice_rows), dtype=np.bool_)
+        for back in range(self.width):
+            inside = last >= back
+            values = self._cache.read(step, choice_rows[inside], last[inside] - back)
+            unwritten[inside] |= values == POISON
+            sums[inside] += np.where(values == POISON, 0, values)
+        self._unwritten = unwritten
+        self._prefer(sums % 10)
+
+
+def score_table_bundle() -> bytes:
+    """Returns the score table's tokenizer: five words, split at spaces, `<start>` in front."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors  # noqa: PLC0415 - slow import
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(WORDS[START], special=True), AddedToken(WORDS[END], special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{WORDS[START]} $A", special_tokens=[(WORDS[START], START)]
+    )
+    fields = BundleFields(
+        bos_token=WORDS[START],
+        eos_token=WORDS[END],
+        bos_token_id=START,
+        eos_token_ids=(END,),
+        add_bos_token=True,
+        generation_defaults={"temperature": 0.0},
+    )
+    return write_bundle(tokenizer.to_str(), fields)
