@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from fake_server import FakeServer
+
 from stepahead.client import AsyncClient, Client
+from tests.client.fake_server import FakeServer
 
 
 @pytest.fixture

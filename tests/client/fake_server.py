@@ -16,6 +16,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
 from stepahead.v1 import (
     generation_pb2,
     generation_pb2_grpc,

@@ -5,19 +5,8 @@ import threading
 
 import grpc
 import pytest
-from fake_server import (
-    WAIT_S,
-    FakeServer,
-    choice_finished,
-    delta,
-    failing,
-    finished,
-    response,
-    retry_status,
-    started,
-    violation,
-)
 from google.rpc import status_pb2
+
 from stepahead.client import (
     AlreadyExistsError,
     AsyncClient,
@@ -36,6 +25,18 @@ from stepahead.client import (
     UnavailableError,
 )
 from stepahead.v1 import generation_pb2, operations_pb2
+from tests.client.fake_server import (
+    WAIT_S,
+    FakeServer,
+    choice_finished,
+    delta,
+    failing,
+    finished,
+    response,
+    retry_status,
+    started,
+    violation,
+)
 
 
 def test_generate_returns_the_folded_request(call):

@@ -1,10 +1,11 @@
 """The order of events that a client accepts (B11, D8)."""
 
 import pytest
-from fake_server import choice_finished, delta, finished, keepalive, started
+
 from stepahead.client import GenerationRequest, Phase, ProtocolError
 from stepahead.client.folding import CompletionFold
 from stepahead.v1 import generation_pb2
+from tests.client.fake_server import choice_finished, delta, finished, keepalive, started
 
 
 def fold_of(*events, **options):

@@ -3,15 +3,7 @@
 import asyncio
 
 import pytest
-from fake_server import (
-    WAIT_S,
-    FakeServer,
-    choice_finished,
-    delta,
-    finished,
-    started,
-    violation,
-)
+
 from stepahead.client import (
     AsyncClient,
     InvalidRequestError,
@@ -20,6 +12,15 @@ from stepahead.client import (
     UnavailableError,
 )
 from stepahead.v1 import generation_pb2
+from tests.client.fake_server import (
+    WAIT_S,
+    FakeServer,
+    choice_finished,
+    delta,
+    finished,
+    started,
+    violation,
+)
 
 
 def multiplex_response(tokens=None, events=(), failures=()):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+
 from stepahead.client import ChatMessage, GenerateOptions, GenerationRequest, InvalidRequestError
 from stepahead.client.requests import (
     cancel_message,

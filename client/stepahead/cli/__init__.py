@@ -1,1 +1,1 @@
-"""The `stepahead` command."""
+"""The `stepahead` command. main.py lists the subcommands."""

@@ -9,6 +9,7 @@ from typing import Protocol, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
+
 from stepahead.client import convert
 from stepahead.client.channel import DEFAULT_ADDRESS, open_aio_channel
 from stepahead.client.errors import DeadlineError, RequestCancelledError, UnavailableError, from_rpc_error

@@ -12,6 +12,7 @@ from typing import Protocol, Self, Unpack, cast
 
 import grpc
 import grpc.aio
+
 from stepahead.client.errors import ProtocolError, StepaheadError, from_rpc_error, from_status
 from stepahead.client.folding import CompletionFold
 from stepahead.client.requests import (

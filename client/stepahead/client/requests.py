@@ -111,9 +111,9 @@ def generate_message(request: GenerationRequest, *, timeout_in_message: bool) ->
         stopping=_stopping_message(fields, request),
         num_choices=fields.integer("num_choices", request.num_choices, 0, _UINT32_MAX),
         output=generation_pb2.OutputParams(
-            text=request.text,
-            token_ids=request.token_ids,
-            skip_special_tokens=request.skip_special_tokens,
+            text=fields.flag("output.text", request.text),
+            token_ids=fields.flag("output.token_ids", request.token_ids),
+            skip_special_tokens=fields.flag("output.skip_special_tokens", request.skip_special_tokens),
             delivery=(
                 generation_pb2.OutputParams.DELIVERY_FINAL_ONLY
                 if request.final_only
@@ -190,8 +190,8 @@ def _stopping_message(fields: "_Fields", request: GenerationRequest) -> generati
         min_tokens=fields.integer("stopping.min_tokens", request.min_tokens, 0, _UINT32_MAX),
         stop_strings=fields.strings("stopping.stop_strings", stop),
         stop_token_ids=fields.uint32s("stopping.stop_token_ids", request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        include_stop_in_output=request.include_stop_in_output,
+        ignore_eos=fields.flag("stopping.ignore_eos", request.ignore_eos),
+        include_stop_in_output=fields.flag("stopping.include_stop_in_output", request.include_stop_in_output),
     )
 
 
@@ -215,12 +215,12 @@ def _is_chat(prompt: object) -> bool:
 
 def _chat_input(fields: "_Fields", turns: Sequence[ChatTurn]) -> generation_pb2.ChatInput:
     chat = generation_pb2.ChatInput()
-    for index, turn in enumerate(turns):
+    for index, turn in enumerate(cast(Sequence[object], turns)):
         path = f"chat.messages[{index}]"
         if isinstance(turn, ChatMessage):
             role, content = turn.role, turn.content
-        elif set(turn) == {"role", "content"}:
-            role, content = turn["role"], turn["content"]
+        elif isinstance(turn, Mapping) and set(keys := cast(Mapping[str, object], turn)) == {"role", "content"}:
+            role, content = keys["role"], keys["content"]
         else:
             fields.refuse(path, "needs exactly the keys role and content")
             continue
@@ -261,6 +261,8 @@ class _Fields:
         return number
 
     def uint32s(self, path: str, values: Sequence[SupportsIndex]) -> list[int]:
+        if not self._is_list(path, values):
+            return []
         checked = (self.integer(f"{path}[{index}]", value, 0, _UINT32_MAX) for index, value in enumerate(values))
         return [number for number in checked if number is not None]
 
@@ -298,5 +300,20 @@ class _Fields:
             return ""
         return value
 
+    def flag(self, path: str, value: object) -> bool | None:
+        if value is not None and not isinstance(value, bool):
+            self.refuse(path, f"must be true or false, not {type(value).__name__}")
+            return None
+        return value
+
     def strings(self, path: str, values: Sequence[str]) -> list[str]:
+        if not self._is_list(path, values):
+            return []
         return [self.string(f"{path}[{index}]", value) for index, value in enumerate(values)]
+
+    def _is_list(self, path: str, values: object) -> bool:
+        # NumPy arrays are no Sequence, but behave like one here.
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+            self.refuse(path, f"must be a list, not {type(cast(object, values)).__name__}")
+            return False
+        return True

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack, cast
 
 import grpc
+
 from stepahead.client import convert
 from stepahead.client.channel import DEFAULT_ADDRESS, open_channel
 from stepahead.client.errors import DeadlineError, UnavailableError, from_rpc_error

@@ -1,0 +1,137 @@
+"""Options that several commands share.
+
+Every command uses CONTEXT_SETTINGS, which makes each option an environment variable too: --max-tokens is
+STEPAHEAD_MAX_TOKENS. An option that would read the wrong variable that way names its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
+
+import click
+from typing_extensions import override
+
+from stepahead.client import DEFAULT_ADDRESS
+
+CONTEXT_SETTINGS: dict[str, object] = {
+    "auto_envvar_prefix": "STEPAHEAD",
+    "show_default": True,
+    "help_option_names": ["-h", "--help"],
+}
+
+_Callback = TypeVar("_Callback", bound=Callable[..., object])
+
+
+class TokenIds(click.ParamType[tuple[int, ...]]):
+    """Token ids separated by commas."""
+
+    name = "ID,ID,..."
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parses the option's text; a default that is parsed already stays."""
+        if isinstance(value, tuple):
+            return value  # pyright: ignore[reportUnknownVariableType]
+        try:
+            return tuple(int(part) for part in str(value).split(",") if part.strip())
+        except ValueError:
+            self.fail(f"{value!r} is no list of token ids such as 1,2,3", param, ctx)
+
+
+class StackArguments(TypedDict):
+    """The values of `stack_options`, for StackOptions."""
+
+    model: str
+    workers: int
+    overlap: str | None
+    dtype: str | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_model_len: int | None
+    block_size: int | None
+    num_kv_blocks: int | None
+    kv_cache_bytes: str | None
+    threads: int | None
+    log_format: str | None
+    drain_timeout: float
+
+
+def address_option(command: _Callback) -> _Callback:
+    """--address: where the scheduler listens."""
+    return click.option(
+        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="Where the scheduler listens."
+    )(command)
+
+
+def json_option(help_text: str) -> Callable[[_Callback], _Callback]:
+    """--json, with its own variable because the parameter has another name."""
+    return click.option("--json", "as_json", is_flag=True, envvar="STEPAHEAD_JSON", help=help_text)
+
+
+def generation_options(command: _Callback) -> _Callback:
+    """The options of a generation; unset ones are left to the model's defaults. Values as in GenerateOptions."""
+    return _apply(
+        command,
+        [
+            click.option("--max-tokens", type=int, help="Most tokens to generate."),
+            click.option("--min-tokens", type=int, help="Fewest tokens before a stop counts."),
+            click.option("--temperature", type=float, help="0 always takes the likeliest token."),
+            click.option("--top-p", type=float, help="Keep the likeliest tokens of this total probability."),
+            click.option("--top-k", type=int, help="Keep this many likeliest tokens; 0 or -1: all."),
+            click.option("--min-p", type=float, help="Keep tokens of this share of the best one's probability."),
+            click.option("--seed", type=int, help="Makes draws repeatable."),
+            click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated."),
+            click.option("--stop-token-ids", type=TokenIds(), default=(), help="Token ids that end the answer."),
+            click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's own end."),
+            click.option(
+                "--include-stop-in-output", is_flag=True, default=None, help="Keep the stop text in the answer."
+            ),
+            click.option("--timeout", type=float, help="Seconds for the whole request."),
+            click.option("--queue-timeout", type=float, help="Seconds it may wait for admission."),
+        ],
+    )
+
+
+def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], _Callback]:
+    """The options of locally started services; unset ones are left to the services' defaults."""
+
+    def decorate(command: _Callback) -> _Callback:
+        return _apply(
+            command,
+            [
+                click.option(
+                    "--model",
+                    required=default_model is None,
+                    default=default_model,
+                    metavar="DIR|FILE.gguf|HUB_ID|toy:NAME",
+                    help="What to serve.",
+                ),
+                click.option("--workers", type=click.IntRange(1, 64), default=1, help="Worker processes."),
+                click.option(
+                    "--overlap", metavar="on|off|DEPTH", help="Plan steps before the tokens they follow are known."
+                ),
+                click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"])),
+                click.option("--max-num-seqs", type=int, help="Sequences per worker at once."),
+                click.option("--max-num-batched-tokens", type=int, help="Tokens per step."),
+                click.option("--max-model-len", type=int, help="Positions per sequence."),
+                click.option("--block-size", type=int, help="Tokens per KV block."),
+                click.option("--num-kv-blocks", type=int, help="KV blocks per worker."),
+                click.option("--kv-cache-bytes", metavar="SIZE", help="KV cache per worker, such as 2GiB."),
+                click.option("--threads", type=int, help="Threads per worker; several workers share the cores."),
+                click.option("--log-format", type=click.Choice(["console", "json"])),
+                click.option(
+                    "--drain-timeout",
+                    type=click.FloatRange(min=0),
+                    default=30.0,
+                    help="Seconds that accepted requests may take after Ctrl-C.",
+                ),
+            ],
+        )
+
+    return decorate
+
+
+def _apply(command: _Callback, options: Sequence[Callable[[Any], Any]]) -> _Callback:
+    # Decorators apply from the last to the first; the help text then shows them in the order of the list.
+    for option in reversed(options):
+        command = option(command)
+    return command

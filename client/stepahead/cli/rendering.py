@@ -1,0 +1,79 @@
+"""Completions and status as JSON objects: durations in milliseconds, counts as integers."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from stepahead.client import Choice, Completion, ServerStatus, StepaheadError, Timings
+
+Json: TypeAlias = "Mapping[str, Json] | list[Json] | str | int | float | bool | None"
+
+
+def completion_object(completion: Completion) -> dict[str, Json]:
+    """One finished request. `choices` is there only if more than one was asked for."""
+    rendered: dict[str, Json] = {
+        "request_id": completion.request_id,
+        "model": completion.model,
+        **_choice_object(completion.choices[0]),
+        "usage": dict(dataclasses.asdict(completion.usage)),
+        "timings": timings_object(completion.timings),
+    }
+    if len(completion.choices) > 1:
+        rendered["choices"] = [_choice_object(choice) for choice in completion.choices]
+    return rendered
+
+
+def error_object(request_id: str, error: StepaheadError) -> dict[str, Json]:
+    """One failed request."""
+    return {
+        "request_id": request_id,
+        "error": {
+            "status": error.code or type(error).__name__,
+            "reason": error.reason,
+            "message": error.message,
+            "fields": [each.field for each in error.violations],
+            "retry_delay_ms": None if error.retry_delay_s is None else error.retry_delay_s * 1000,
+        },
+    }
+
+
+def timings_object(timings: Timings) -> dict[str, Json]:
+    """Durations in milliseconds."""
+    return {
+        "queue_ms": timings.queue_ns / 1e6,
+        "first_token_ms": timings.first_token_ns / 1e6,
+        "decode_ms": timings.decode_ns / 1e6,
+        "total_ms": timings.total_ns / 1e6,
+        "preemptions": timings.preemptions,
+    }
+
+
+def status_object(status: ServerStatus) -> dict[str, Json]:
+    """Everything at a glance, with the derived shares beside the counts they come from."""
+    rendered: dict[str, Json] = dataclasses.asdict(status)
+    rendered["workers"] = [
+        {
+            **dataclasses.asdict(worker),
+            "overlap_share": worker.steps.overlap_share,
+            "idle_fraction": worker.steps.idle_fraction,
+        }
+        for worker in status.workers
+    ]
+    return rendered
+
+
+def decode_rate(completion: Completion) -> float | None:
+    """Tokens per second after the first one; None for fewer than two tokens."""
+    num_intervals = completion.usage.output_tokens - 1
+    if num_intervals < 1 or completion.timings.decode_ns == 0:
+        return None
+    return num_intervals / (completion.timings.decode_ns / 1e9)
+
+
+def _choice_object(choice: Choice) -> dict[str, Json]:
+    return {
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": choice.finish_reason.value,
+        "matched": choice.matched,
+    }

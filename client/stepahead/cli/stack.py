@@ -1,0 +1,306 @@
+"""A scheduler and its workers as child processes on this machine.
+
+Order matters on both ends. Start: workers first (their ports are chosen by the system), the scheduler once
+they have loaded. Stop: the scheduler first, because draining needs its workers; then the workers.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from stepahead.cli.announcements import Failed, Listening, Progress, Ready
+from stepahead.cli.child import Child
+from stepahead.cli.failures import StackError, StackInterrupted, describe_exit
+
+_T = TypeVar("_T")
+
+# How long a failure waits for the end of a child that may have caused it.
+_LAST_WORDS_S = 0.5
+
+# How long a service may take to end beyond what it was told, before it is killed.
+_STOP_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """What to run. None leaves a value to the service's own default; sizes are as their flags take them."""
+
+    model: str
+    workers: int = 1
+    listen: str = "127.0.0.1:0"
+    overlap: str | None = None
+    dtype: str | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: str | None = None
+    threads: int | None = None
+    log_format: str | None = None
+    drain_timeout: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCommands:
+    """How each service is started; tests put small scripts here."""
+
+    worker: tuple[str, ...] = (sys.executable, "-m", "stepahead.worker")
+    scheduler: tuple[str, ...] = (sys.executable, "-m", "stepahead.scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class StackReady:
+    """The stack serves at `address`."""
+
+    address: str
+    scheduler: Ready
+    workers: tuple[Ready, ...]
+
+
+class StackView(Protocol):
+    """What is told on the way."""
+
+    def worker_progress(self, name: str, progress: Progress) -> None:
+        """A worker has loaded more."""
+        ...
+
+    def worker_ready(self, name: str) -> None:
+        """A worker takes work."""
+        ...
+
+    def stopping(self) -> None:
+        """The stack stops, which may take as long as the accepted requests do."""
+        ...
+
+
+def worker_arguments(options: StackOptions, num_cores: int) -> list[str]:
+    """The flags of one worker. Workers that share the machine share its cores."""
+    threads = options.threads
+    if threads is None and options.workers > 1:
+        threads = max(1, num_cores // options.workers)
+    flags: dict[str, str | int | None] = {
+        "--model": options.model,
+        "--listen": "127.0.0.1:0",
+        "--dtype": options.dtype,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-num-batched-tokens": options.max_num_batched_tokens,
+        "--max-model-len": options.max_model_len,
+        "--block-size": options.block_size,
+        "--num-kv-blocks": options.num_kv_blocks,
+        "--kv-cache-bytes": options.kv_cache_bytes,
+        "--threads": threads,
+        "--log-format": options.log_format,
+    }
+    # A worker holds slots for two steps in flight unless told otherwise; a deeper overlap needs more.
+    if options.overlap is not None and options.overlap.isdigit() and int(options.overlap) > 2:
+        flags["--max-overlap-depth"] = options.overlap
+    return _flatten(flags)
+
+
+def scheduler_arguments(options: StackOptions, worker_addresses: Sequence[str]) -> list[str]:
+    """The flags of the scheduler."""
+    flags: dict[str, str | int | None] = {
+        "--listen": options.listen,
+        "--overlap": options.overlap,
+        "--log-format": options.log_format,
+        "--drain-timeout": f"{options.drain_timeout:g}",
+    }
+    return _flatten(flags) + [part for address in worker_addresses for part in ("--worker", address)]
+
+
+def _flatten(flags: dict[str, str | int | None]) -> list[str]:
+    return [part for name, value in flags.items() if value is not None for part in (name, str(value))]
+
+
+class Stack:
+    """The children of one run. `log_dir` None sends their logs to our stderr."""
+
+    def __init__(
+        self,
+        options: StackOptions,
+        view: StackView,
+        *,
+        log_dir: Path | None = None,
+        commands: ServiceCommands | None = None,
+    ) -> None:
+        self._options = options
+        self._view = view
+        self._log_dir = log_dir
+        self._commands = commands or ServiceCommands()
+        self._workers: list[Child] = []
+        self._scheduler: Child | None = None
+
+    async def start(self) -> StackReady:
+        """Starts everything and waits until it serves. Raises StackError; call `stop` in any case."""
+        options = self._options
+        arguments = worker_arguments(options, len(os.sched_getaffinity(0)))
+        for index in range(options.workers):
+            name = "worker" if options.workers == 1 else f"worker {index + 1}"
+            self._workers.append(await self._spawn(name, (*self._commands.worker, *arguments)))
+        workers = await _gather([self._until_ready(child) for child in self._workers])
+        addresses = [address for address, _ in workers]
+        scheduler_argv = (*self._commands.scheduler, *scheduler_arguments(options, addresses))
+        self._scheduler = await self._spawn("scheduler", scheduler_argv)
+        address, ready = await _unless_death(self._until_ready(self._scheduler), _watch(self._workers))
+        return StackReady(address, ready, tuple(facts for _, facts in workers))
+
+    async def watch(self) -> None:
+        """Waits until a child ends by itself, then raises StackError about it."""
+        await _watch(self._children())
+
+    async def stop(self) -> None:
+        """Stops the scheduler, then the workers. Raises StackError if one had to be killed or failed."""
+        if not any(child.running for child in self._children()):
+            return
+        self._view.stopping()
+        scheduler = [] if self._scheduler is None else [self._scheduler]
+        problems = await self._stop_children(scheduler, self._options.drain_timeout + _STOP_GRACE_S)
+        problems += await self._stop_children(self._workers, _STOP_GRACE_S)
+        if problems:
+            raise StackError("; ".join(problems))
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        for child in self._children():
+            child.send_signal(signal.SIGKILL)
+
+    def _children(self) -> list[Child]:
+        return [*self._workers, *([self._scheduler] if self._scheduler is not None else [])]
+
+    async def _spawn(self, name: str, argv: Sequence[str]) -> Child:
+        log_path = None if self._log_dir is None else self._log_dir / f"{name.replace(' ', '-')}.log"
+        return await Child.start(name, argv, log_path)
+
+    async def _until_ready(self, child: Child) -> tuple[str, Ready]:
+        address = ""
+        async for announcement in child.announcements():
+            match announcement:
+                case Listening():
+                    address = announcement.address
+                case Progress():
+                    self._view.worker_progress(child.name, announcement)
+                case Ready():
+                    if child is not self._scheduler:
+                        self._view.worker_ready(child.name)
+                    return address, announcement
+                case Failed():
+                    # The process ends by itself after this; its exit code and log complete the story.
+                    break
+        raise await child.death()
+
+    async def _stop_children(self, children: Sequence[Child], grace_s: float) -> list[str]:
+        running = [child for child in children if child.running]
+        for child in running:
+            child.send_signal(signal.SIGTERM)
+        problems = await _gather([self._await_stop(child, grace_s) for child in running])
+        return [problem for problem in problems if problem is not None]
+
+    async def _await_stop(self, child: Child, grace_s: float) -> str | None:
+        try:
+            return_code = await asyncio.wait_for(child.wait(), grace_s)
+        except TimeoutError:
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+            return f"{child.name} did not stop within {grace_s:g} s and was killed"
+        # A child that was still starting has no handler yet and ends by the signal itself.
+        if return_code in (0, -signal.SIGTERM, -signal.SIGKILL):
+            return None
+        return f"{child.name} {describe_exit(return_code)} while stopping"
+
+
+async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -> _T:
+    """Starts the stack, runs `body` while it serves, and stops it.
+
+    The first SIGINT or SIGTERM cancels `body` and stops the stack in order, the second kills it; both end in
+    StackInterrupted. A child that ends by itself cancels `body` and ends in StackError.
+    """
+
+    async def serve() -> _T:
+        ready = await stack.start()
+        return await _unless_death(body(ready), stack.watch())
+
+    loop = asyncio.get_running_loop()
+    work = asyncio.create_task(serve())
+    num_signals = 0
+
+    def on_signal() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1:
+            work.cancel()
+        else:
+            stack.kill()
+
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, on_signal)
+    try:
+        result = await work
+        await stack.stop()
+    except asyncio.CancelledError:
+        await stack.stop()
+        if num_signals == 0:
+            raise
+        raise StackInterrupted(killed=num_signals > 1) from None
+    except Exception as error:
+        await _stop_after(error, stack)
+        raise
+    else:
+        return result
+    finally:
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signal_number)
+
+
+async def _stop_after(error: Exception, stack: Stack) -> None:
+    """Stops the stack without losing the error that made it stop."""
+    try:
+        await stack.stop()
+    except StackError as later:
+        error.add_note(later.message)
+
+
+async def _watch(children: Sequence[Child]) -> None:
+    deaths = [asyncio.create_task(child.death()) for child in children]
+    try:
+        done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        raise next(iter(done)).result()
+    finally:
+        await _cancel(deaths)
+
+
+async def _unless_death(work: Awaitable[_T], watch: Awaitable[None]) -> _T:
+    """The result of `work`, unless `watch` raises first."""
+    work_task = asyncio.ensure_future(work)
+    watch_task = asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait({work_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not watch_task.done() and work_task.exception() is not None:
+            # The work may have failed because a child is just about to end: its last words explain more.
+            await asyncio.wait({watch_task}, timeout=_LAST_WORDS_S)
+        if watch_task.done():
+            watch_task.result()
+        return await work_task
+    finally:
+        await _cancel([work_task, watch_task])
+
+
+async def _gather(works: Sequence[Awaitable[_T]]) -> list[_T]:
+    """All results, or the first exception; what still runs then is cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,121 @@
+"""What the user sees of a stack: one bar per loading worker, one banner, one line when it stops."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from stepahead.cli import announcements
+from stepahead.cli.failures import StackError
+from stepahead.cli.stack import StackOptions, StackReady
+
+
+class ConsoleView:
+    """Progress bars on stderr while workers load. A context manager: the bars end with it at the latest."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            # Bars need cursor movement; a log file gets the banner alone.
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def worker_progress(self, name: str, progress: announcements.Progress) -> None:
+        """Moves the worker's bar."""
+        task = self._tasks.get(name)
+        if task is None:
+            task = self._tasks[name] = self._progress.add_task(f"{name}: {progress.what}", total=None)
+        self._progress.update(
+            task,
+            description=f"{name}: {progress.what}",
+            total=progress.total_bytes or None,
+            completed=progress.done_bytes,
+        )
+
+    def worker_ready(self, name: str) -> None:
+        """Takes the worker's bar away."""
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            self._progress.remove_task(task)
+
+    def serving(self) -> None:
+        """Ends the bars: everything has loaded."""
+        self._progress.stop()
+
+    def stopping(self) -> None:
+        """Says what is waited for."""
+        self._progress.stop()
+        self._console.print("stopping: accepted requests may finish, Ctrl-C again ends them at once", style="dim")
+
+
+def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Panel:
+    """What runs, how much it can hold, how to try it and how to stop it."""
+    first = ready.workers[0]
+    num_blocks = sum(worker.number("num_blocks") for worker in ready.workers)
+    cache_bytes = sum(worker.number("kv_cache_bytes") for worker in ready.workers)
+    num_tokens = sum(worker.number("num_blocks") * worker.number("block_size") for worker in ready.workers)
+    num_seqs = sum(worker.number("max_num_seqs") for worker in ready.workers)
+    max_model_len = first.number("max_model_len")
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold")
+    rows.add_column(overflow="fold")
+    rows.add_row("address", ready.address)
+    rows.add_row("model", first.text("model"))
+    rows.add_row("runs on", f"{first.text('device')}, {first.text('dtype')}, {len(ready.workers)} worker(s)")
+    rows.add_row("KV cache", f"{num_blocks:,} blocks, {num_tokens:,} tokens, {_size(cache_bytes)}")
+    rows.add_row("concurrency", f"up to {num_seqs} sequences, {_concurrency(num_tokens, max_model_len)}")
+    rows.add_row("overlap", options.overlap or "on")
+    rows.add_row("logs", "below" if log_dir is None else str(log_dir))
+    address = "" if ready.address.endswith(":50051") else f" --address {ready.address}"
+    rows.add_row("try", f'stepahead chat{address}\nstepahead generate{address} "Once upon a time"')
+    rows.add_row("stop", "Ctrl-C")
+    return Panel(rows, title="Stepahead serves", expand=False)
+
+
+def _concurrency(num_tokens: int, max_model_len: int) -> str:
+    if max_model_len == 0:
+        return "of any length"
+    return f"{num_tokens / max_model_len:.2f} of the full {max_model_len:,} tokens at once"
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def show_stack_error(console: Console, error: StackError) -> None:
+    """Says which service failed, its last log lines and what to do next."""
+    for line in error.log_lines:
+        console.print(f"  | {line}", style="dim", markup=False, highlight=False)
+    console.print(f"error: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    for note in getattr(error, "__notes__", ()):
+        console.print(f"also: {note}", markup=False, highlight=False, soft_wrap=True)
+    if error.advice:
+        console.print(error.advice, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,52 @@
+"""`stepahead up`: one command that serves a model on this machine."""
+
+import asyncio
+from pathlib import Path
+from typing import Unpack
+
+import click
+from rich.console import Console
+
+from stepahead.cli.failures import EXIT_INTERRUPTED, StackInterrupted
+from stepahead.cli.local_services import make_log_dir, require_extras
+from stepahead.cli.options import CONTEXT_SETTINGS, StackArguments, stack_options
+from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
+from stepahead.cli.stack_view import ConsoleView, banner
+
+
+@click.command(context_settings=CONTEXT_SETTINGS)
+@stack_options()
+@click.option(
+    "--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="Where clients connect; port 0: any free one."
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for logs [default: a temporary one].",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
+def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[StackArguments]) -> None:
+    """Serve a model: start a scheduler and its workers on this machine.
+
+    Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends it at
+    once.
+    """
+    require_extras("scheduler", "worker")
+    options = StackOptions(listen=listen, **arguments)
+    logs = make_log_dir(log_dir, verbose=verbose)
+    try:
+        asyncio.run(_serve(options, logs))
+    except StackInterrupted as interrupted:
+        if interrupted.killed:
+            raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+async def _serve(options: StackOptions, log_dir: Path | None) -> None:
+    with ConsoleView(Console(stderr=True)) as view:
+
+        async def wait_for_stop(ready: StackReady) -> None:
+            view.serving()
+            Console().print(banner(ready, options, log_dir))
+            await asyncio.Event().wait()
+
+        await run_stack(Stack(options, view, log_dir=log_dir), wait_for_stop)

@@ -1,0 +1,1 @@
+"""The command line: parsing, output, exit codes, and supervision of local services."""

@@ -1,0 +1,257 @@
+"""The commands that talk to a server: output, JSON, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stepahead.cli import local_services, services
+from tests.client.fake_server import (
+    WAIT_S,
+    FakeServer,
+    choice_finished,
+    delta,
+    failing,
+    finished,
+    response,
+    retry_status,
+    started,
+    violation,
+)
+
+
+def test_generate_prints_the_text(stepahead, fake: FakeServer):
+    result = stepahead("generate", "hi", "--address", fake.address)
+    assert (result.exit_code, result.stdout) == (0, "Small steps help\n")
+
+
+def test_generate_json_prints_one_object(stepahead, fake: FakeServer):
+    result = stepahead("generate", "hi", "--address", fake.address, "--json", "--request-id", "mine")
+    assert json.loads(result.stdout) == {
+        "request_id": "mine",
+        "model": "fake",
+        "text": "Small steps help",
+        "token_ids": [1, 2, 3],
+        "finish_reason": "stop",
+        "matched": ".",
+        "usage": {"prompt_tokens": 3, "cached_prompt_tokens": 0, "output_tokens": 3},
+        "timings": {
+            "queue_ms": 1.0,
+            "first_token_ms": 2.0,
+            "decode_ms": 8.0,
+            "total_ms": 10.0,
+            "preemptions": 0,
+        },
+    }
+
+
+def test_generate_sends_its_options(stepahead, fake: FakeServer):
+    stepahead(
+        "generate", "--token-ids", "7, 8", "--address", fake.address, "--max-tokens", "4", "--temperature", "0",
+        "--top-k", "-1", "--seed", str(2**64 - 1), "--stop", "a", "--stop", "b c", "--stop-token-ids", "3,4",
+        "--ignore-eos", "--served-model", "fake", "--num-choices", "1",
+    )  # fmt: skip
+    sent = fake.requests[0]
+    assert list(sent.token_ids.ids) == [7, 8]
+    assert (sent.stopping.max_tokens, sent.sampling.top_k, sent.sampling.seed) == (4, -1, 2**64 - 1)
+    assert list(sent.stopping.stop_strings) == ["a", "b c"]
+    assert list(sent.stopping.stop_token_ids) == [3, 4]
+    assert sent.stopping.ignore_eos
+    assert not sent.stopping.HasField("include_stop_in_output")
+    assert sent.model == "fake"
+
+
+def test_options_come_from_the_environment_too(stepahead, fake: FakeServer):
+    env = {"STEPAHEAD_ADDRESS": fake.address, "STEPAHEAD_MAX_TOKENS": "5", "STEPAHEAD_MODEL": "toy:score-table"}
+    result = stepahead("generate", "hi", env={**env, "STEPAHEAD_JSON": "1"})
+    assert json.loads(result.stdout)["text"] == "Small steps help"
+    assert fake.requests[0].stopping.max_tokens == 5
+    # What `up` loads is no name to ask for.
+    assert fake.requests[0].model == ""
+
+
+def test_prompt_from_stdin_and_as_chat(stepahead, fake: FakeServer):
+    stepahead("generate", "-", "--chat", "--address", fake.address, stdin="from a pipe")
+    assert fake.requests[0].chat.messages[0].content == "from a pipe"
+
+
+def test_several_choices_are_all_printed(stepahead, fake: FakeServer):
+    fake.generate = lambda request, context: iter(
+        [
+            response(started(), delta(0, [1], "a", choice=1), delta(0, [2], "b", choice=0)),
+            response(choice_finished(1, choice=1), choice_finished(1, choice=0), finished(2)),
+        ]
+    )
+    arguments = ("generate", "hi", "--num-choices", "2", "--address", fake.address)
+    assert stepahead(*arguments).stdout == "b\n--- choice 1\na\n"
+    choices = json.loads(stepahead(*arguments, "--json").stdout)["choices"]
+    assert [each["text"] for each in choices] == ["b", "a"]
+
+
+@pytest.mark.parametrize("arguments", [(), ("hi", "--token-ids", "1"), ("--token-ids", "x")])
+def test_unclear_input_is_a_usage_error(stepahead, arguments):
+    assert stepahead("generate", *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "exit_code", "parts"),
+    [
+        (violation("sampling.top_p"), 2, ["INVALID_ARGUMENT", "[sampling.top_p]", "is wrong"]),
+        (retry_status(grpc.StatusCode.NOT_FOUND, 0), 2, ["NOT_FOUND"]),
+        (retry_status(grpc.StatusCode.RESOURCE_EXHAUSTED, 500), 3, ["try again in 0.5 s"]),
+        (retry_status(grpc.StatusCode.UNAVAILABLE, 500), 3, ["UNAVAILABLE", "try later"]),
+        (retry_status(grpc.StatusCode.INTERNAL, 0), 1, ["INTERNAL"]),
+    ],
+)
+def test_failure_is_one_line_and_an_exit_code(stepahead, fake: FakeServer, status, exit_code, parts):
+    fake.generate = failing(status)
+    result = stepahead("generate", "hi", "--address", fake.address)
+    assert result.exit_code == exit_code
+    assert len(result.stderr.splitlines()) == 1
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_value_that_does_not_fit_is_bad_input_without_a_server(stepahead):
+    result = stepahead("generate", "hi", "--max-tokens", "-1", "--address", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "[stopping.max_tokens]" in result.stderr
+
+
+def test_nobody_listening_says_how_to_start_a_server(stepahead):
+    result = stepahead("status", "--address", "127.0.0.1:1")
+    assert result.exit_code == 3
+    assert "stepahead up" in result.stderr
+
+
+def test_file_of_requests_keeps_order_and_reports_each_failure(stepahead, fake: FakeServer, tmp_path: Path):
+    def script(request, context):
+        if request.text == "bad":
+            yield from failing(violation("sampling.top_p"))(request, context)
+        yield response(started(request.request_id), delta(0, [1], request.text.upper()))
+        yield response(choice_finished(1), finished(1))
+
+    fake.generate = script
+    path = tmp_path / "requests.jsonl"
+    lines = [
+        {"prompt": "one", "request_id": "a"},
+        {"prompt": "bad", "request_id": "b"},
+        {"prompt": "three", "request_id": "c", "max_tokens": 9},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    arguments = ("generate", "--input", str(path), "--address", fake.address, "--max-tokens", "4")
+    result = stepahead(*arguments, "--concurrency", "2", "--json")
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [each["request_id"] for each in objects] == ["a", "b", "c"]
+    assert [each.get("text") for each in objects] == ["ONE", None, "THREE"]
+    assert objects[1]["error"]["fields"] == ["sampling.top_p"]
+    assert result.exit_code == 2
+    assert {each.request_id: each.stopping.max_tokens for each in fake.requests} == {"a": 4, "b": 4, "c": 9}
+    assert stepahead(*arguments).stdout == "ONE\nTHREE\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"prompt": "a", "max_tokns": 3}', "line 1: unknown max_tokns"),
+        ("[1]", "line 1: not an object"),
+        ("{", "line 1:"),
+        ('{"max_tokens": 3}', "line 1: prompt must be"),
+    ],
+)
+def test_bad_line_of_a_request_file_is_named(stepahead, line, text):
+    result = stepahead("generate", "--input", "-", stdin=line)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_status_json_holds_integers_and_shares(stepahead, fake: FakeServer):
+    status = json.loads(stepahead("status", "--json", "--address", fake.address).stdout)
+    assert status["state"] == "serving"
+    worker = status["workers"][0]
+    assert worker["steps"]["busy_ns"] == 2**40
+    assert worker["blocks"] == {"total": 100, "free": 100, "owned": 0, "cached_idle": 0, "quarantined": 0}
+    assert (worker["overlap_share"], worker["idle_fraction"]) == (0.75, 0.0)
+
+
+def test_status_table_names_the_worker(stepahead, fake: FakeServer):
+    fake.status.workers.add(address="other:2", connected=False)
+    result = stepahead("status", "--address", fake.address, env={"COLUMNS": "160"})
+    for part in ("serving", "127.0.0.1:1", "75.0%", "0/100", "not connected"):
+        assert part in result.stdout
+
+
+def test_chat_once(stepahead, fake: FakeServer):
+    result = stepahead("chat", "hello", "--system", "be brief", "--address", fake.address)
+    assert result.stdout == "Small steps help\n"
+    assert [turn.role for turn in fake.requests[0].chat.messages] == ["system", "user"]
+
+
+def test_chat_keeps_the_conversation_until_reset(stepahead, fake: FakeServer):
+    typed = "first\n\n/what\nsecond\n/reset\nthird\n/exit\nnever\n"
+    result = stepahead("chat", "--address", fake.address, stdin=typed)
+    assert result.exit_code == 0
+    assert [[turn.content for turn in each.chat.messages] for each in fake.requests] == [
+        ["first"],
+        ["first", "Small steps help", "second"],
+        ["third"],
+    ]
+
+
+def test_chat_goes_on_after_a_refused_message_and_ends_with_the_input(stepahead, fake: FakeServer):
+    fake.generate = failing(violation("chat.messages"))
+    result = stepahead("chat", "--address", fake.address, stdin="first\nsecond\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("[chat.messages]") == 2
+    assert [len(each.chat.messages) for each in fake.requests] == [1, 1]
+
+
+def test_chat_without_a_server_fails_before_anything_is_typed(stepahead):
+    assert stepahead("chat", "--address", "127.0.0.1:1", stdin="hi\n").exit_code == 3
+
+
+def test_f6_ctrl_c_cancels_the_request_and_exits_130(fake: FakeServer):
+    fake.hang_after(response(started(), delta(0, [1], "Small")))
+    command = (sys.executable, "-c", "from stepahead.cli.main import main; main()")
+    process = subprocess.Popen(
+        [*command, "generate", "hi", "--address", fake.address],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(5) == b"Small"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert fake.call_ended.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("service", ["scheduler", "worker"])
+def test_services_get_their_arguments_untouched(stepahead, monkeypatch, service):
+    executed = []
+    monkeypatch.setattr(services.os, "execv", lambda path, argv: executed.append((path, argv)))
+    stepahead(service, "--help", "--listen", "x", "y")
+    arguments = ["-m", f"stepahead.{service}", "--help", "--listen", "x", "y"]
+    assert executed == [(sys.executable, [sys.executable, *arguments])]
+
+
+def test_missing_extra_says_what_to_install(stepahead, monkeypatch):
+    monkeypatch.setattr(local_services.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    result = stepahead("up", "--model", "toy:score-table")
+    assert result.exit_code == 1
+    assert "pip install 'stepahead[scheduler,worker]'" in result.stderr
+    assert "torch" in result.stderr
+
+
+def test_every_command_explains_itself(stepahead):
+    listing = stepahead("--help").stdout
+    for command in ("up", "generate", "chat", "status", "lab"):
+        assert command in listing
+        assert stepahead(command, "--help").exit_code == 0
+    assert "demo" not in listing
+    assert stepahead("nothing").exit_code == 2

@@ -1,0 +1,246 @@
+"""Supervision of local services: start order, drain order, deaths, signals."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stepahead.cli.announcements import Progress
+from stepahead.cli.failures import StackError, StackInterrupted
+from stepahead.cli.stack import (
+    ServiceCommands,
+    Stack,
+    StackOptions,
+    StackReady,
+    run_stack,
+    scheduler_arguments,
+    worker_arguments,
+)
+from stepahead.cli.stack_view import ConsoleView, banner, show_stack_error
+
+FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
+
+
+class RecordingView:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def worker_progress(self, name: str, progress: Progress) -> None:
+        self.seen.append(f"{name} {progress.what} {progress.done_bytes}/{progress.total_bytes}")
+
+    def worker_ready(self, name: str) -> None:
+        self.seen.append(f"{name} ready")
+
+    def stopping(self) -> None:
+        self.seen.append("stopping")
+
+
+class Services:
+    """A stack of fake services and their journal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.journal = folder / "journal"
+        self.journal.touch()
+        self.view = RecordingView()
+
+    def stack(self, *, worker: str = "ok", scheduler: str = "ok", **options) -> Stack:
+        commands = ServiceCommands(
+            worker=(sys.executable, str(FAKE_SERVICE), "worker", worker, str(self.journal)),
+            scheduler=(sys.executable, str(FAKE_SERVICE), "scheduler", scheduler, str(self.journal)),
+        )
+        return Stack(StackOptions(model="m", **options), self.view, log_dir=self.folder, commands=commands)
+
+    def lines(self) -> list[str]:
+        return self.journal.read_text().splitlines()
+
+    def ends(self) -> list[str]:
+        return [line for line in self.lines() if "started" not in line]
+
+    async def until(self, line: str) -> None:
+        while line not in self.lines():  # noqa: ASYNC110 - another process writes the line
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Services:
+    return Services(tmp_path)
+
+
+async def wait_for_ever(ready: StackReady) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_workers_start_first_and_stop_last(services: Services):
+    async def body(ready: StackReady) -> str:
+        assert ready.address.startswith("127.0.0.1:")
+        assert [worker.text("model") for worker in ready.workers] == ["fake", "fake"]
+        return "done"
+
+    assert await run_stack(services.stack(workers=2), body) == "done"
+    starts = [line.split()[0] for line in services.lines() if "started" in line]
+    assert starts == ["worker", "worker", "scheduler"]
+    assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM", "worker SIGTERM"]
+    assert {"worker 1 weights 1/2", "worker 2 ready"} <= set(services.view.seen)
+    scheduler_line = services.lines()[2]
+    assert scheduler_line.count("--worker 127.0.0.1:") == 2
+
+
+async def test_child_that_fails_to_load_is_reported_with_its_log(services: Services):
+    with pytest.raises(StackError) as caught:
+        await run_stack(services.stack(worker="fail"), wait_for_ever)
+    assert caught.value.message == "worker exited with code 3: no such model"
+    assert caught.value.log_lines == ("first line of the log", "last line of the log")
+    assert str(services.folder / "worker.log") in caught.value.advice
+    assert not any(line.startswith("scheduler") for line in services.lines())
+
+
+async def test_scheduler_that_fails_takes_the_workers_down_in_order(services: Services):
+    with pytest.raises(StackError, match="scheduler exited with code 3: no such model"):
+        await run_stack(services.stack(scheduler="fail"), wait_for_ever)
+    assert services.ends() == ["worker SIGTERM"]
+
+
+async def test_child_that_dies_later_cancels_the_body_and_stops_the_rest(services: Services):
+    async def body(ready: StackReady) -> None:
+        with services.journal.open("a") as file:
+            file.write("DIE\n")
+        await asyncio.Event().wait()
+
+    with pytest.raises(StackError) as caught:
+        await run_stack(services.stack(worker="die"), body)
+    assert caught.value.message == "worker was ended by SIGKILL"
+    assert "memory" in caught.value.advice
+    assert services.ends()[-1] == "scheduler SIGTERM"
+
+
+async def test_death_of_a_child_explains_the_failure_it_caused(services: Services):
+    async def body(ready: StackReady) -> None:
+        with services.journal.open("a") as file:
+            file.write("DIE\n")
+        raise ConnectionError("the connection broke")
+
+    with pytest.raises(StackError, match="worker was ended by SIGKILL"):
+        await run_stack(services.stack(worker="die"), body)
+
+
+async def test_failure_of_the_body_stops_the_stack_and_is_kept(services: Services):
+    async def body(ready: StackReady) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        await run_stack(services.stack(scheduler="sour"), body)
+    assert caught.value.__notes__ == ["scheduler exited with code 5 while stopping"]
+    assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM"]
+
+
+async def test_bad_exit_while_stopping_is_an_error(services: Services):
+    async def body(ready: StackReady) -> None:
+        return None
+
+    with pytest.raises(StackError, match="scheduler exited with code 5 while stopping"):
+        await run_stack(services.stack(scheduler="sour"), body)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+async def test_first_signal_drains_in_order(services: Services, signal_number: int):
+    async def body(ready: StackReady) -> None:
+        os.kill(os.getpid(), signal_number)
+        await asyncio.Event().wait()
+
+    with pytest.raises(StackInterrupted) as caught:
+        await run_stack(services.stack(), body)
+    assert not caught.value.killed
+    assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM"]
+    assert services.view.seen[-1] == "stopping"
+
+
+async def test_second_signal_kills_a_child_that_hangs(services: Services):
+    async def interrupt_twice() -> None:
+        while not services.lines():  # noqa: ASYNC110 - another process writes the line
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        await services.until("worker SIGTERM")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = asyncio.create_task(interrupt_twice())
+    with pytest.raises(StackInterrupted) as caught:
+        await run_stack(services.stack(worker="deaf"), wait_for_ever)
+    await interrupter
+    assert caught.value.killed
+    assert services.ends() == ["worker SIGTERM"]
+
+
+async def test_malformed_announcement_is_an_error(tmp_path: Path):
+    commands = ServiceCommands(
+        worker=(sys.executable, "-c", "import os,sys; os.write(int(sys.argv[-1]), b'hello\\n')")
+    )
+    stack = Stack(StackOptions(model="m"), RecordingView(), log_dir=tmp_path, commands=commands)
+    with pytest.raises(StackError, match="worker announced something malformed"):
+        await run_stack(stack, wait_for_ever)
+
+
+def test_arguments_leave_unset_values_to_the_services():
+    assert worker_arguments(StackOptions(model="m"), num_cores=8) == ["--model", "m", "--listen", "127.0.0.1:0"]
+    assert scheduler_arguments(StackOptions(model="m"), ["a:1"]) == [
+        "--listen", "127.0.0.1:0", "--drain-timeout", "30", "--worker", "a:1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "num_cores", "expected"),
+    [(1, None, 8, None), (2, None, 8, "4"), (3, None, 2, "1"), (2, 3, 8, "3"), (1, 5, 8, "5")],
+)
+def test_workers_share_the_cores(workers, threads, num_cores, expected):
+    arguments = worker_arguments(StackOptions(model="m", workers=workers, threads=threads), num_cores)
+    given = arguments[arguments.index("--threads") + 1] if "--threads" in arguments else None
+    assert given == expected
+
+
+@pytest.mark.parametrize(("overlap", "deeper"), [("off", False), ("2", False), ("3", True)])
+def test_deep_overlap_reaches_the_worker(overlap, deeper):
+    options = StackOptions(model="m", overlap=overlap)
+    assert ("--max-overlap-depth" in worker_arguments(options, 2)) is deeper
+    assert scheduler_arguments(options, [])[2:4] == ["--overlap", overlap]
+
+
+async def test_banner_names_everything_a_user_needs(services: Services):
+    console = Console(width=100, record=True, file=io.StringIO())
+
+    async def body(ready: StackReady) -> None:
+        console.print(banner(ready, StackOptions(model="m", overlap="off"), services.folder))
+
+    await run_stack(services.stack(workers=2), body)
+    text = console.export_text()
+    for part in (
+        "127.0.0.1:", "fake", "cpu, float32, 2 worker(s)", "20 blocks, 320 tokens, 8 KiB", "up to 4 sequences",
+        "5.00 of the full 64 tokens", "off", "stepahead chat --address", "Ctrl-C",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_console_view_shows_a_bar_per_worker_and_ends_cleanly():
+    console = Console(force_terminal=True, width=80, record=True, file=io.StringIO())
+    with ConsoleView(console) as view:
+        view.worker_progress("worker 1", Progress("weights", 1, 2))
+        view.worker_progress("worker 1", Progress("weights", 2, 2))
+        view.worker_ready("worker 1")
+        view.worker_ready("worker 2")
+        view.stopping()
+    assert "stopping" in console.export_text()
+
+
+def test_stack_error_shows_log_message_and_advice():
+    console = Console(width=100, record=True, file=io.StringIO())
+    error = StackError("worker exited with code 3", log_lines=["[red] is no markup"], advice="do this")
+    error.add_note("and that")
+    show_stack_error(console, error)
+    lines = console.export_text().splitlines()
+    assert lines == [
+        "  | [red] is no markup", "error: worker exited with code 3", "also: and that", "do this",
+    ]  # fmt: skip
