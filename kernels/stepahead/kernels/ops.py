@@ -74,8 +74,8 @@ class Ops(Protocol):
         """Returns x @ weight.T + bias, [num_tokens, out]."""
         ...
 
-    def embed(self, token_ids: NDArray[np.int64], table: torch.Tensor) -> torch.Tensor:
-        """Returns the table's rows, [num_tokens, hidden]."""
+    def take_rows(self, table: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Returns [len(rows), features]: embeddings of token ids, or some tokens' activations."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

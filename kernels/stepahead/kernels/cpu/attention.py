@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder
 from stepahead.kernels.ops import AttentionShape, StepLayout
 from stepahead.kernels.reference.rope import rope_tables
@@ -42,7 +43,7 @@ class PagedAttention:
         cos, sin = rope_tables(shape.rope, size.max_positions)
         # The sign of the rotation lives in the table, so that turning is two products and a roll.
         tables = np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
-        full = (torch.from_numpy(tables[0]).to(dtype), torch.from_numpy(tables[1]).to(dtype))
+        full = (as_tensor(tables[0]).to(dtype), as_tensor(tables[1]).to(dtype))
         self._layouts = LayoutBuilder(shape, block_size, size.num_blocks, full)
         self._gathered = torch.empty(0, dtype=dtype)
         future = torch.ones(CHUNK_TILE, CHUNK_TILE, dtype=torch.bool).triu(1)
@@ -65,7 +66,7 @@ class PagedAttention:
         """Clears the blocks whose first kv_slot this step writes and returns the step's indexes."""
         begun = layout.slot_mapping[layout.slot_mapping % self._block_size == 0] // self._block_size
         if len(begun):
-            self._cache.index_fill_(1, torch.from_numpy(begun), 0)
+            self._cache.index_fill_(1, as_tensor(begun), 0)
         return self._layouts.build(layout)
 
     def attend(self, layer: int, qkv: torch.Tensor, step: CpuStep) -> torch.Tensor:
@@ -95,7 +96,7 @@ class PagedAttention:
         """Returns [len(index), block_size * head_dim], valid until the next gather."""
         row = self._block_size * self._shape.head_dim
         if self._gathered.numel() < len(index) * row:
-            # One buffer for every layer and step: fresh memory of this size costs more in page faults than the copy.
+            # One buffer for all layers and steps: page faults on fresh memory would cost more than the copy.
             self._gathered = torch.empty(len(index) * row * 5 // 4, dtype=self._cache.dtype)
         out = self._gathered[: len(index) * row].view(len(index), row)
         return torch.index_select(self._block_rows[layer], 0, index, out=out)

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
+from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CpuStep
 from stepahead.kernels.ops import AttentionShape, PackedLinear, PreparedStep, StepLayout
 
@@ -66,9 +67,9 @@ class CpuOps:
             return multiply(x, linear.weight, linear.bias, "none", [], "")
         return F.linear(x, linear.weight, linear.bias)
 
-    def embed(self, token_ids: NDArray[np.int64], table: torch.Tensor) -> torch.Tensor:
-        """See `Ops.embed`."""
-        return table.index_select(0, torch.from_numpy(token_ids))
+    def take_rows(self, table: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        """See `Ops.take_rows`."""
+        return table.index_select(0, as_tensor(rows))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""

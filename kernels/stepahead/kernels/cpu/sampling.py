@@ -44,7 +44,7 @@ def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int,
         if not np.isfinite(largest):
             return 0, RowStatus.NOTHING_ALLOWED
     if sampling.temperature < GREEDY_BELOW:
-        return int(scores.argmax()), RowStatus.OK
+        return int(np.argmax(scores)), RowStatus.OK
     masses = np.exp((scores - largest) / np.float32(sampling.temperature))
     if 0 < sampling.top_k < len(scores):
         kept = largest_ids(scores, sampling.top_k)
@@ -89,7 +89,7 @@ def _nucleus(scores: NDArray[np.float32], masses: NDArray[np.float32], top_p: fl
     for candidates in (np.flatnonzero(masses > _HEAD_MASS), np.flatnonzero(masses)):
         order = candidates[np.argsort(-scores[candidates], kind="stable")]
         cumulative = np.cumsum(masses[order], dtype=np.float64)
-        num_kept = int(np.searchsorted(cumulative, wanted, side="left")) + 1
+        num_kept = int(np.count_nonzero(cumulative < wanted)) + 1
         if num_kept <= len(order):
             return order[:num_kept]
     # Rounding: the sum in order stays an ulp under the sum by tiles. Everything with mass is kept.

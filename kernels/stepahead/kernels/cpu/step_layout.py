@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.ops import AttentionShape, StepLayout
 
 MAX_PADDED_BLOCKS = 48
@@ -83,7 +84,7 @@ def gather_index(blocks: NDArray[np.int64], num_kv_heads: int) -> torch.Tensor:
     parts = np.arange(2)[:, None, None, None]
     heads = np.arange(num_kv_heads)[None, None, :, None]
     rows = (blocks[None, :, None, :] * 2 + parts) * num_kv_heads + heads
-    return torch.from_numpy(rows.reshape(-1))
+    return as_tensor(rows.reshape(-1))
 
 
 class LayoutBuilder:
@@ -107,7 +108,9 @@ class LayoutBuilder:
         decode_rows = np.flatnonzero(~is_chunk)
         decode_rows = decode_rows[np.argsort(-num_blocks[decode_rows], kind="stable")]
 
-        spans = [np.arange(starts[row], starts[row] + counts[row]) for row in chunk_rows]
+        spans: list[NDArray[np.int64]] = [
+            np.arange(starts[row], starts[row] + counts[row], dtype=np.int64) for row in chunk_rows.tolist()
+        ]
         order = np.concatenate([*spans, starts[decode_rows]])
         chunks: list[Chunk] = []
         first_token = 0
@@ -118,7 +121,7 @@ class LayoutBuilder:
         for first, end in cut_buckets(num_blocks[decode_rows]):
             buckets.append(self._bucket(layout, decode_rows[first:end], first_token, num_blocks))
             first_token += end - first
-        positions = torch.from_numpy(layout.positions[order])
+        positions = as_tensor(layout.positions[order])
         return CpuStep(
             token_order=order,
             cos=self._cos.index_select(0, positions).unsqueeze(1),
@@ -153,11 +156,11 @@ class LayoutBuilder:
             num_rows=len(rows),
             num_keys=num_keys,
             gather=gather_index(blocks, self._num_kv_heads),
-            bias=torch.from_numpy(bias).to(self._cos.dtype),
+            bias=as_tensor(bias).to(self._cos.dtype),
         )
 
     def _write_index(self, slot_mapping: NDArray[np.int64]) -> torch.Tensor:
         blocks, offsets = np.divmod(slot_mapping, self._block_size)
         vectors = 2 * self._num_kv_heads
         rows = (blocks[:, None] * vectors + np.arange(vectors)) * self._block_size + offsets[:, None]
-        return torch.from_numpy(rows.reshape(-1))
+        return as_tensor(rows.reshape(-1))

@@ -62,7 +62,7 @@ def paged_attention(
     group = num_heads // num_kv_heads  # query heads that share a KV head are neighbours
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), keys) * scale
-    positions = np.arange(seq_len - num_tokens, seq_len)
+    positions = np.arange(seq_len - num_tokens, seq_len, dtype=np.int64)
     scores[:, np.arange(seq_len)[None, :] > positions[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

@@ -110,8 +110,10 @@ def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[NDArray[np.float3
     """Returns (cos, sin), each [num_positions, head_dim / 2] float32."""
     frequencies, factor = inverse_frequencies(rope)
     # float32 products as the reference implementations have them: the rounding is part of the trained model.
-    angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
-    return np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
+    cos: NDArray[np.float32] = np.cos(angles) * np.float32(factor)
+    sin: NDArray[np.float32] = np.sin(angles) * np.float32(factor)
+    return cos, sin
 
 
 def apply_rope(

@@ -76,12 +76,12 @@ def pick(masses: NDArray[np.float32], draw: float) -> int:
     tiles = tiles.reshape(num_tiles, TILE)
     cumulative = np.cumsum(tiles.sum(axis=1, dtype=np.float64))
     target = draw * cumulative[-1]
-    tile = min(int(np.searchsorted(cumulative, target, side="right")), num_tiles - 1)
+    tile = min(int(np.count_nonzero(cumulative <= target)), num_tiles - 1)
     rest = target - (cumulative[tile - 1] if tile else 0.0)
     inside = np.cumsum(tiles[tile], dtype=np.float64)
     # Rounding may leave `rest` at or above the tile's own sum: the tile's last drawable id is meant then.
     drawable = np.flatnonzero(tiles[tile])
-    index = min(int(np.searchsorted(inside, rest, side="right")), int(drawable[-1]))
+    index = min(int(np.count_nonzero(inside <= rest)), int(drawable[-1]))
     return tile * TILE + index
 
 
@@ -104,8 +104,8 @@ def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int,
         return 0, RowStatus.NOTHING_ALLOWED
     scores = np.where(allowed, logits, -np.inf).astype(np.float32)
     if sampling.temperature < GREEDY_BELOW:
-        return int(scores.argmax()), RowStatus.OK
-    masses = np.exp((scores - scores.max()) / np.float32(sampling.temperature))
+        return int(np.argmax(scores)), RowStatus.OK
+    masses = np.exp((scores - scores.max()) / np.float32(sampling.temperature)).astype(np.float32)
     # A stable sort of the negated scores: largest first, lower id first on a tie.
     order = np.argsort(-scores, kind="stable")
     if 0 < sampling.top_k < vocab_size:
@@ -113,7 +113,7 @@ def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int,
     if sampling.top_p < 1.0:
         cumulative = np.cumsum(masses[order], dtype=np.float64)
         total = masses.sum(dtype=np.float64)
-        num_kept = int(np.searchsorted(cumulative, sampling.top_p * total, side="left")) + 1
+        num_kept = int(np.count_nonzero(cumulative < sampling.top_p * total)) + 1
         masses[order[num_kept:]] = 0.0
     masses[masses < np.float32(sampling.min_p) * masses.max()] = 0.0
     return pick(masses, sampling.draw), RowStatus.OK

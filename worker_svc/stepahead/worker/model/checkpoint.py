@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, read_config
@@ -83,7 +84,8 @@ def _download(hub_id: str) -> Path:
     import huggingface_hub  # noqa: PLC0415 - slow import
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        download = cast("Callable[..., str]", huggingface_hub.snapshot_download)  # pyright: ignore[reportUnknownMemberType]
+        return Path(download(hub_id, allow_patterns=_HUB_FILES))
     except (OSError, ValueError) as error:
         # The hub's own errors derive from one of these; their texts run over many lines.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

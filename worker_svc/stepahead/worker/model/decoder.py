@@ -164,7 +164,7 @@ class Decoder:
         """
         ops, eps = self._ops, self._config.norm_eps
         step = ops.prepare(layout)
-        x = ops.embed(token_ids[step.token_order], self._weights.embedding)
+        x = ops.take_rows(self._weights.embedding, token_ids[step.token_order])
         for index, layer in enumerate(self._weights.layers):
             qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, eps), layer.qkv)
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -176,7 +176,7 @@ class Decoder:
             return torch.empty(0, self._config.vocab_size)
         place = np.empty_like(step.token_order)
         place[step.token_order] = np.arange(len(place))
-        last = x.index_select(0, torch.from_numpy(place[logit_tokens]))
+        last = ops.take_rows(x, place[logit_tokens])
         return ops.linear(ops.rms_norm(last, self._weights.final_norm, eps), self._weights.head).float()
 
     def _normalize_heads(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:

@@ -164,7 +164,9 @@ class GgufMetadata:
         head_dim = self._int("attention.key_length", hidden_size // num_heads)
         for key, wanted in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
             if self._int(key, wanted) != wanted:
-                raise ModelError(f"{self.architecture}.{key} {self._int(key)} is not supported: head size {head_dim}")
+                raise ModelError(
+                    f"{self.architecture}.{key} {self._int(key)} is not supported: head size {head_dim}"
+                )
         if self.get(f"{self.architecture}.expert_count"):
             raise ModelError(f"{self.architecture}.expert_count: mixtures of experts are not supported")
         context = self._int("context_length")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -71,6 +73,14 @@ def take_rows(sampling: SamplingColumns, rows: NDArray[np.int64]) -> SamplingCol
         seed=sampling.seed[rows],
         choice_index=sampling.choice_index[rows],
         output_index=sampling.output_index[rows],
-        suppressed=tuple(sampling.suppressed[row] for row in rows) if sampling.suppressed else (),
-        masks=tuple(sampling.masks[row] for row in rows) if sampling.masks else (),
+        suppressed=_pick(sampling.suppressed, rows),
+        masks=_pick(sampling.masks, rows),
     )
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _pick(entries: tuple[_Entry, ...], rows: NDArray[np.int64]) -> tuple[_Entry, ...]:
+    """Returns the entries of some rows; an empty column (nothing in any row) stays empty."""
+    return tuple(entries[row] for row in rows.tolist()) if entries else ()

@@ -90,7 +90,7 @@ class TaggedRunner(HashToyRunner):
         lengths = step.seq_lens[choice_rows].astype(np.int64)
         ends = np.cumsum(lengths)
         starts = ends - lengths
-        positions = np.arange(ends[-1]) - np.repeat(starts, lengths)
+        positions = np.arange(int(ends[-1]), dtype=np.int64) - np.repeat(starts, lengths)
         tags = self._cache.read(step, np.repeat(choice_rows, lengths), positions)
         self._unwritten = np.logical_or.reduceat(tags == POISON, starts)
         # The place a tag was read from is mixed in, so that two swapped blocks do not cancel out in the sum.

@@ -136,7 +136,9 @@ def score_table_bundle() -> bytes:
 
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(WORDS[START], special=True), AddedToken(WORDS[END], special=True)])
+    tokenizer.add_special_tokens(  # pyright: ignore[reportUnknownMemberType] - its stub says plain list
+        [AddedToken(WORDS[START], special=True), AddedToken(WORDS[END], special=True)]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{WORDS[START]} $A", special_tokens=[(WORDS[START], START)]
     )
