@@ -7,7 +7,7 @@ from typing import Unpack
 import click
 from rich.console import Console
 
-from stepahead.cli.local_services import make_log_dir, require_extras
+from stepahead.cli.local_services import passing_log_dir, require_extras
 from stepahead.cli.options import CONTEXT_SETTINGS, StackArguments, stack_options
 from stepahead.cli.rendering import decode_rate
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
@@ -24,7 +24,8 @@ def demo(prompt: str, max_tokens: int, *, verbose: bool, **arguments: Unpack[Sta
     """Start a stack, stream one answer, show its figures and stop."""
     require_extras("scheduler", "worker")
     options = StackOptions(**arguments)
-    asyncio.run(_demonstrate(options, prompt, max_tokens, make_log_dir(None, verbose=verbose)))
+    with passing_log_dir(verbose=verbose) as log_dir:
+        asyncio.run(_demonstrate(options, prompt, max_tokens, log_dir))
 
 
 async def _demonstrate(options: StackOptions, prompt: str, max_tokens: int, log_dir: Path | None) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepahead.cli.failures import EXIT_FAILURE
-from stepahead.cli.local_services import make_log_dir, require_extras
+from stepahead.cli.local_services import passing_log_dir, require_extras
 from stepahead.cli.options import CONTEXT_SETTINGS
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView
@@ -78,7 +78,8 @@ CASES = (
 def generate(*, verbose: bool) -> None:
     """Generate greedily from a score table: what ends a generation?"""
     require_extras("scheduler", "worker")
-    outcomes = asyncio.run(_run_cases(make_log_dir(None, verbose=verbose)))
+    with passing_log_dir(verbose=verbose) as log_dir:
+        outcomes = asyncio.run(_run_cases(log_dir))
     Console().print(_outcome_table(outcomes))
     if not all(case.agrees_with(completion) for case, completion in outcomes):
         click.echo("error: an answer differs from the table's", err=True)

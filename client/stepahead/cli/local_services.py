@@ -1,7 +1,10 @@
 """Starting services on this machine: are they installed, where do their logs go."""
 
 import importlib.util
+import shutil
 import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -38,3 +41,12 @@ def make_log_dir(log_dir: Path | None, *, verbose: bool) -> Path | None:
         return Path(tempfile.mkdtemp(prefix="stepahead-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     return log_dir
+
+
+@contextmanager
+def passing_log_dir(*, verbose: bool) -> Generator[Path | None, None, None]:
+    """As `make_log_dir`, for a run that ends by itself: the folder stays only if the run fails."""
+    log_dir = make_log_dir(None, verbose=verbose)
+    yield log_dir
+    if log_dir is not None:
+        shutil.rmtree(log_dir)

@@ -156,9 +156,8 @@ class Stack:
 
     async def stop(self) -> None:
         """Stops the scheduler, then the workers. Raises StackError if one had to be killed or failed."""
-        if not any(child.running for child in self._children()):
-            return
-        self._view.stopping()
+        if self._scheduler is not None and self._scheduler.running:
+            self._view.stopping()
         scheduler = [] if self._scheduler is None else [self._scheduler]
         problems = await self._stop_children(scheduler, self._options.drain_timeout + _STOP_GRACE_S)
         problems += await self._stop_children(self._workers, _STOP_GRACE_S)

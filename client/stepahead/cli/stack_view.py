@@ -113,7 +113,7 @@ def _size(num_bytes: int) -> str:
 def show_stack_error(console: Console, error: StackError) -> None:
     """Says which service failed, its last log lines and what to do next."""
     for line in error.log_lines:
-        console.print(f"  | {line}", style="dim", markup=False, highlight=False)
+        console.print(f"  | {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
     console.print(f"error: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     for note in getattr(error, "__notes__", ()):
         console.print(f"also: {note}", markup=False, highlight=False, soft_wrap=True)
