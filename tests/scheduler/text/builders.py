@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from stepahead.scheduler.text.codec import TextCodec
 
@@ -74,6 +74,15 @@ def word_piece() -> Tokenizer:
     return tokenizer
 
 
+def rewriting() -> Tokenizer:
+    """A decoder of several steps per token: a pattern, then stripping of each token's beginning."""
+    words = ["<unk>", "__a_", "_", "b__c", "d12e345", "é", "__", "a"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    stages = [decoders.Replace(Regex("[0-9]+"), "#"), decoders.Strip("_", 1, 0), decoders.Strip("a", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(stages)
+    return tokenizer
+
+
 def plain_pieces(pieces: Sequence[str]) -> TextCodec:
     """A tokenizer whose token `i` is the text `pieces[i]`, joined without anything between."""
     tokenizer = Tokenizer(
@@ -92,6 +101,7 @@ def all_kinds() -> Iterator[tuple[str, Tokenizer]]:
     yield "metaspace_never", metaspace(scheme="never")
     yield "word_level", word_level()
     yield "word_piece", word_piece()
+    yield "rewriting", rewriting()
 
 
 TOKENIZERS: Mapping[str, Tokenizer] = dict(all_kinds())

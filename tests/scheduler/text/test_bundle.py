@@ -164,9 +164,10 @@ def test_a_damaged_entry_is_named(name: str, content: str | bytes, message: str)
         decoders.BPEDecoder(),
         decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.Strip(" ", 0, 1), decoders.Fuse()]),
         decoders.Sequence([decoders.ByteFallback(), decoders.Replace("a", "b")]),
     ],
-    ids=["ctc", "suffix", "replace_whole", "strip_end", "replace_bytes"],
+    ids=["ctc", "suffix", "replace_whole", "strip_end", "strip_token_end", "replace_bytes"],
 )
 def test_a_decoder_that_cannot_be_streamed_is_refused(decoder: decoders.Decoder):
     tokenizer = byte_level()

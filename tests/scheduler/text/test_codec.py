@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from stepahead.scheduler.text.chat_template import ChatTemplate
 from stepahead.scheduler.text.choice_text import ChoiceText
 from stepahead.scheduler.text.codec import ChatTurn, CodecSettings, TextCodec
 from stepahead.scheduler.text.errors import BundleError, ChatTemplateError, EncodeError
+from stepahead.scheduler.text.native import panics_as
 from tests.scheduler.text.builders import byte_level, plain_pieces, with_bos
 
 CHATML = (
@@ -119,6 +121,14 @@ def test_bl21_an_empty_text_has_no_ids_and_whitespace_is_text(text: str):
 def test_a_lone_surrogate_is_refused():
     with pytest.raises(EncodeError, match="text: not valid Unicode"):
         TextCodec(byte_level()).encode("\ud800")
+
+
+def test_k8_a_panic_of_the_native_code_is_a_typed_error():
+    """The library's Strip panics on a token shorter than what it strips."""
+    with pytest.raises(EncodeError, match="text: the tokenizer library failed"), panics_as(EncodeError, "text"):
+        decoders.Strip("_", 1, 1).decode(["_"])
+    with pytest.raises(KeyboardInterrupt), panics_as(EncodeError, "text"):
+        raise KeyboardInterrupt
 
 
 def test_ids_beyond_the_vocabulary_have_no_text():

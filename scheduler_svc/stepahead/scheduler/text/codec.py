@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from stepahead.scheduler.text.chat_template import ChatTemplate, ChatTurn
 from stepahead.scheduler.text.decoder_plan import plan_decoder
 from stepahead.scheduler.text.errors import ChatTemplateError, EncodeError
+from stepahead.scheduler.text.native import panics_as
 from stepahead.scheduler.text.pieces import PieceTable
 
 
@@ -127,7 +128,8 @@ class TextCodec:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            with panics_as(EncodeError, "text"):
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             # What the native code says about a lone surrogate.
             raise EncodeError("text: not valid Unicode") from error

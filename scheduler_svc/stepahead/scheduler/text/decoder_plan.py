@@ -136,8 +136,9 @@ def _rewriting_stage(stage: Mapping[str, Any]) -> decoders.Decoder:
             return decoders.Metaspace(replacement=char, prepend_scheme=scheme)
         case {"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleanup)}:
             return decoders.WordPiece(prefix=prefix, cleanup=cleanup)
-        case {"type": "Strip", "content": str(char), "start": int(start), "stop": int(stop)}:
-            return decoders.Strip(content=char, left=start, right=stop)
+        # The library's own Strip panics on tokens shorter than `stop`, so only leading strips are safe.
+        case {"type": "Strip", "content": str(char), "start": int(start), "stop": 0}:
+            return decoders.Strip(content=char, left=start, right=0)
         case _:
             raise BundleError(f"tokenizer.json: decoder stage {stage['type']} is not supported")
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from stepahead.scheduler.text.decoder_plan import DecoderPlan
 from stepahead.scheduler.text.errors import DetokenizeError
+from stepahead.scheduler.text.native import panics_as
 
 _MAX_TOKEN_ID: Final = 2**32 - 1
 
@@ -94,5 +95,6 @@ class PieceTable:
             raise DetokenizeError(f"{token_id!r} is not a token id")
         if token_id in self._hidden:
             return None
-        token = self._tokenizer.id_to_token(token_id)
-        return None if token is None else self.plan.piece(token, first=first)
+        with panics_as(DetokenizeError, f"token {token_id}"):
+            token = self._tokenizer.id_to_token(token_id)
+            return None if token is None else self.plan.piece(token, first=first)
