@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.client.fake_server import (
     finished,
     response,
     retry_status,
+    small_steps,
     started,
     violation,
 )
@@ -211,6 +213,22 @@ def test_chat_goes_on_after_a_refused_message_and_ends_with_the_input(stepahead,
     assert [len(each.chat.messages) for each in fake.requests] == [1, 1]
 
 
+def test_chat_stops_an_answer_at_ctrl_c_and_goes_on(stepahead, fake: FakeServer):
+    def script(request, context):
+        if request.chat.messages[-1].content == "second":
+            yield from small_steps(request, context)
+            return
+        yield response(started(), delta(0, [1], "Small"))
+        os.kill(os.getpid(), signal.SIGINT)
+        fake.call_ended.wait(WAIT_S)
+
+    fake.generate = script
+    result = stepahead("chat", "--address", fake.address, stdin="first\nsecond\n")
+    assert result.exit_code == 0
+    assert "(stopped)" in result.stderr
+    assert result.stdout.endswith("Small steps help\n> \n")
+
+
 def test_chat_without_a_server_fails_before_anything_is_typed(stepahead):
     assert stepahead("chat", "--address", "127.0.0.1:1", stdin="hi\n").exit_code == 3
 
@@ -246,6 +264,21 @@ def test_missing_extra_says_what_to_install(stepahead, monkeypatch):
     assert result.exit_code == 1
     assert "pip install 'stepahead[scheduler,worker]'" in result.stderr
     assert "torch" in result.stderr
+
+
+def test_taken_port_is_reported_before_anything_starts(stepahead, fake: FakeServer):
+    result = stepahead("up", "--model", "toy:score-table", "--listen", fake.address)
+    assert result.exit_code == 1
+    assert f"cannot listen at {fake.address}" in result.stderr
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "nowhere:5000", "unix:/tmp/x", "[::1]:0", "host:99999"])
+def test_addresses_that_cannot_be_checked_are_left_to_the_scheduler(monkeypatch, listen):
+    def unknown_host(*args, **options):
+        raise socket.gaierror("unknown host")
+
+    monkeypatch.setattr(local_services.socket, "getaddrinfo", unknown_host)
+    local_services.require_free_port(listen)
 
 
 def test_every_command_explains_itself(stepahead):

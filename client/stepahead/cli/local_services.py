@@ -1,13 +1,16 @@
-"""Starting services on this machine: are they installed, where do their logs go."""
+"""Before services start on this machine: are they installed, is the port free, where do their logs go."""
 
 import importlib.util
 import shutil
+import socket
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
+
+from stepahead.cli.failures import StackError
 
 # One module per dependency that an extra brings and that its service imports first.
 _MODULES_OF_EXTRA = {
@@ -31,6 +34,32 @@ def require_extras(*extras: str) -> None:
             f"not installed: {', '.join(dict.fromkeys(missing))}. Install the services with\n"
             f"    pip install 'stepahead[{wanted}]'"
         )
+
+
+def require_free_port(listen: str) -> None:
+    """Raises StackError if HOST:PORT is taken: better now than after the weights have loaded.
+
+    An address that cannot be checked here is left to the scheduler, which binds it for good.
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror:
+        return
+    with socket.socket(family, kind, protocol) as probe:
+        # Connections of an earlier server that are still closing do not count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise StackError(
+                f"cannot listen at {listen}: {error.strerror or error}",
+                advice="stop the other server, or choose another port with --listen HOST:PORT (port 0: any free)",
+            ) from error
 
 
 def make_log_dir(log_dir: Path | None, *, verbose: bool) -> Path | None:

@@ -79,6 +79,13 @@ class StackView(Protocol):
         ...
 
 
+def _num_cores() -> int:
+    """Cores this process may use; a container's CPU set counts where the platform tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def worker_arguments(options: StackOptions, num_cores: int) -> list[str]:
     """The flags of one worker. Workers that share the machine share its cores."""
     threads = options.threads
@@ -139,7 +146,7 @@ class Stack:
     async def start(self) -> StackReady:
         """Starts everything and waits until it serves. Raises StackError; call `stop` in any case."""
         options = self._options
-        arguments = worker_arguments(options, len(os.sched_getaffinity(0)))
+        arguments = worker_arguments(options, _num_cores())
         for index in range(options.workers):
             name = "worker" if options.workers == 1 else f"worker {index + 1}"
             self._workers.append(await self._spawn(name, (*self._commands.worker, *arguments)))

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from stepahead.cli.failures import EXIT_INTERRUPTED, StackInterrupted
-from stepahead.cli.local_services import make_log_dir, require_extras
+from stepahead.cli.local_services import make_log_dir, require_extras, require_free_port
 from stepahead.cli.options import CONTEXT_SETTINGS, StackArguments, stack_options
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView, banner
@@ -32,6 +32,7 @@ def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[
     once.
     """
     require_extras("scheduler", "worker")
+    require_free_port(listen)
     options = StackOptions(listen=listen, **arguments)
     logs = make_log_dir(log_dir, verbose=verbose)
     try:
