@@ -128,8 +128,7 @@ class Epoch:
         try:
             if step is None:
                 if gate.step_id > self.last_accepted_step_id:
-                    fault = f"step_id: step {gate.step_id} was not accepted"
-                    self._reject(gate.step_id, StepRejected.REASON_INVALID, [fault])
+                    raise PlanInvalid([f"step_id: step {gate.step_id} was not accepted"])
             elif step.gate is None:
                 check_ungated(gate)
             else:
