@@ -1,0 +1,35 @@
+"""`python -m stepahead.scheduler`: the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+
+import click
+
+from stepahead.scheduler.server import serve
+from stepahead.scheduler.settings import from_options, options
+from stepahead.scheduler.telemetry import configure_logs
+
+
+@click.command(context_settings={"max_content_width": 100})
+@options
+def main(**values: object) -> None:
+    """Serves a language model: owns requests, plans steps, streams them to workers."""
+    settings = from_options(values)
+    configure_logs(settings.log_format)
+    try:
+        asyncio.run(serve(settings))
+    except OSError as error:
+        message = f"{error}; choose another --listen or stop the other server"
+        if settings.announce_fd is not None:
+            line = json.dumps({"event": "failed", "message": message}) + "\n"
+            os.write(settings.announce_fd, line.encode())
+        click.echo(f"error: {message}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

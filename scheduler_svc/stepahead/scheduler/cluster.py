@@ -1,0 +1,146 @@
+"""The workers of this scheduler: their links, and the one model they must agree on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+
+import structlog
+
+from stepahead.scheduler.core import LaneConfig, LaneId
+from stepahead.scheduler.engine import Engine
+from stepahead.scheduler.errors import Unavailable
+from stepahead.scheduler.served_model import ServedModel
+from stepahead.scheduler.settings import Settings
+from stepahead.scheduler.text.bundle import load_bundle
+from stepahead.scheduler.text.errors import TextError
+from stepahead.scheduler.worker_link import WorkerLink, WorkerRefused
+from stepahead.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger("cluster")
+
+MAX_BUNDLE_BYTES = 256 * 2**20
+
+
+class Cluster:
+    """Dials every configured worker and keeps dialling. Tells the engine which lanes stand."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.instance_id = secrets.token_hex(8)
+        self.model: ServedModel | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a lane opens or is lost."""
+        self._engine = engine
+        self._epoch = 0
+        self._adopting = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.links = [
+            WorkerLink(LaneId(index), address, self, settings, self.instance_id)
+            for index, address in enumerate(settings.workers)
+        ]
+
+    def start(self) -> None:
+        """Starts one task per worker."""
+        self._tasks = [asyncio.create_task(link.run(), name=f"worker link {link.address}") for link in self.links]
+        for task in self._tasks:
+            task.add_done_callback(self._link_ended)
+
+    def _link_ended(self, task: asyncio.Task[None]) -> None:
+        """A link task that dies is a bug: the process must end, not go on with a silent lane (rule O5)."""
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("link died", task=task.get_name(), exc_info=task.exception())
+            asyncio.get_running_loop().call_soon(_raise_system_exit)
+
+    async def stop(self, timeout_s: float = 3.0) -> None:
+        """Closes every session in an orderly way, then cancels what is left."""
+        for link in self.links:
+            link.close()
+        if self._tasks:
+            _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether any worker can run steps now."""
+        return any(link.is_ready for link in self.links)
+
+    def require_model(self) -> ServedModel:
+        """The served model.
+
+        Raises:
+            Unavailable: no worker has answered yet.
+        """
+        if self.model is None:
+            raise Unavailable("NOT_READY", "no worker is ready yet")
+        return self.model
+
+    # -------------------------------------------------------------------------------------------- LinkOwner
+
+    async def adopt(self, link: WorkerLink, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """The first worker's model becomes the served one; later workers must agree with it.
+
+        Raises:
+            WorkerRefused: another model, another context length, or an unusable tokenizer bundle.
+        """
+        async with self._adopting:
+            if self.model is not None:
+                difference = self.model.difference(link.info)
+                if difference is not None:
+                    raise WorkerRefused(difference)
+                return
+            bundle, sha256 = await _fetch_bundle(link.info, stub)
+            try:
+                codec = load_bundle(bundle, sha256) if bundle else None
+            except TextError as error:
+                raise WorkerRefused(f"its tokenizer bundle cannot be used: {error}") from error
+            self.model = ServedModel.from_worker(link.info, codec=codec, bundle=bundle, sha256=sha256)
+            log.info("model served", model=self.model.name, max_model_len=self.model.max_model_len)
+
+    def next_epoch(self) -> int:
+        """Epochs count from 1 within this process; the instance id tells processes apart."""
+        self._epoch += 1
+        return self._epoch
+
+    def open_lane(self, link: WorkerLink, config: LaneConfig, epoch: int) -> None:
+        """Forwards to the engine."""
+        self._engine.open_lane(link, config, epoch)
+        self.on_change()
+
+    def lose_lane(self, link: WorkerLink, reason: str) -> None:
+        """Forwards to the engine."""
+        self._engine.lose_lane(link, reason)
+        self.on_change()
+
+    def on_boundary(self, link: WorkerLink, boundary: worker_pb2.StepBoundary, read_ns: int) -> None:
+        """Forwards to the engine."""
+        self._engine.on_boundary(link, boundary, read_ns)
+
+    def on_step_failed(self, link: WorkerLink, epoch: int, step_id: int) -> None:
+        """Forwards to the engine."""
+        self._engine.on_step_failed(link, epoch, step_id)
+
+
+async def _fetch_bundle(
+    info: worker_pb2.GetWorkerInfoResponse, stub: worker_pb2_grpc.WorkerServiceAsyncStub
+) -> tuple[bytes, str]:
+    """The tokenizer bundle and its checked digest; empty if the worker has none."""
+    if not info.model.has_tokenizer:
+        return b"", ""
+    data = bytearray()
+    sha256 = ""
+    async for chunk in stub.GetTokenizerBundle(worker_pb2.GetTokenizerBundleRequest(), timeout=60.0):
+        data += chunk.data
+        sha256 = chunk.sha256 or sha256
+        if len(data) > MAX_BUNDLE_BYTES:
+            raise WorkerRefused(f"its tokenizer bundle is larger than {MAX_BUNDLE_BYTES} bytes")
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise WorkerRefused("its tokenizer bundle does not match its digest")
+    return bytes(data), sha256
+
+
+def _raise_system_exit() -> None:
+    raise SystemExit(70)

@@ -1,0 +1,61 @@
+"""Graceful drain: no admission, everything accepted ends, results are flushed (rule O6)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import structlog
+
+from stepahead.scheduler.errors import Unavailable
+from stepahead.scheduler.front_end import FrontEnd
+
+log = structlog.get_logger("drain")
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """How the accepted requests ended."""
+
+    num_finished: int
+    num_cancelled: int
+
+
+class Drainer:
+    """Drains the front end, on request or before the process ends."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+        self._idle = asyncio.Event()
+        front_end.engine.on_idle = self._idle.set
+
+    async def drain(self, timeout_s: float | None) -> DrainResult:
+        """Stops admission and waits; after `timeout_s` what is left is cancelled. None: waits for ever."""
+        engine = self._front_end.engine
+        self._front_end.draining = True
+        num_live = len(engine.requests)
+        log.info("draining", num_live=num_live)
+        num_cancelled = 0
+        if engine.requests:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                num_cancelled = len(engine.requests)
+                for live in list(engine.requests.values()):
+                    engine.cancel(live, Unavailable("DRAINING", "the server stopped before the request ended"))
+        await self._flush()
+        log.info("drained", num_finished=num_live - num_cancelled, num_cancelled=num_cancelled)
+        return DrainResult(num_live - num_cancelled, num_cancelled)
+
+    def resume(self) -> None:
+        """Takes requests again."""
+        self._front_end.draining = False
+
+    async def _flush(self, timeout_s: float = 5.0) -> None:
+        """Lets streams deliver their last messages: a stream ends by dropping its request from the registry."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._front_end.empty.wait()

@@ -1,0 +1,366 @@
+"""The step loop: boundary -> commit -> stop strings -> plan -> send, then everybody else.
+
+One synchronous turn per boundary, run in the reader of a worker's stream:
+
+    worker ==boundary N-1==> commit N-1 ; plan N+1 ==plan N+1==> worker      (step N is running meanwhile)
+                                         `-> fan-out: append to output logs, let streams take their turn
+
+Nothing in a turn awaits: a stream, a slow client or another worker can never hold a plan back. Text is decoded
+when a stream takes its turn, except for requests with stop strings, whose end the next plan must know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from stepahead.scheduler.convert import plan_to_proto, result_from_proto
+from stepahead.scheduler.core import (
+    Admitted,
+    CommitOutcome,
+    Finished,
+    FinishReason,
+    LaneConfig,
+    LaneId,
+    Preempted,
+    Request,
+    RequestInfeasible,
+    RequestKey,
+    Scheduler,
+    SchedulerConfig,
+    StepId,
+    UnknownLane,
+)
+from stepahead.scheduler.delivery import MessageBudget
+from stepahead.scheduler.errors import (
+    ApiError,
+    DeadlineExceeded,
+    FieldViolation,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestCancelled,
+    RowFailed,
+    Unavailable,
+)
+from stepahead.scheduler.live_request import LiveRequest, now_ns
+from stepahead.scheduler.settings import Settings
+from stepahead.scheduler.telemetry import incident_id
+from stepahead.scheduler.text.errors import TextError
+from stepahead.scheduler.worker_link import WorkerLink
+from stepahead.v1 import worker_pb2
+
+log = structlog.get_logger("engine")
+
+
+class Engine:
+    """Owns the core and the live requests. Everything runs on one event loop; no call of it awaits."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        self.settings = settings
+        self.core = Scheduler(
+            SchedulerConfig(
+                overlap_depth=settings.overlap_depth,
+                settle_prompts_in_place=settings.settle_prompts_in_place,
+            )
+        )
+        self.budget = MessageBudget(loop, settings.messages_per_second)
+        self.requests: dict[RequestKey, LiveRequest] = {}
+        self.links: dict[LaneId, WorkerLink] = {}
+        """Lanes that are open."""
+        self.totals = {"accepted": 0, "finished": 0, "cancelled": 0, "failed": 0}
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when the last live request has ended."""
+        self._loop = loop
+        self._next_key = 0
+        self._with_stop_strings: set[RequestKey] = set()
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._lane_wait_timer: asyncio.TimerHandle | None = None
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def mint_key(self) -> RequestKey:
+        """A key for a new request."""
+        self._next_key += 1
+        return RequestKey(self._next_key)
+
+    def submit(self, live: LiveRequest) -> None:
+        """Accepts a request; from here on it ends in exactly one terminal message.
+
+        Raises:
+            Overloaded: the waiting queue is full.
+            Unavailable: no worker is ready.
+            InvalidRequest: it could never run on these workers.
+        """
+        if len(self.core.waiting) >= self.settings.max_waiting_requests:
+            raise Overloaded(f"{len(self.core.waiting)} requests are waiting", retry_delay_ms=1000)
+        try:
+            self.core.add_request(_core_request(live))
+        except UnknownLane as error:
+            raise Unavailable("NOT_READY", "no worker is ready") from error
+        except RequestInfeasible as error:
+            raise InvalidRequest(
+                [FieldViolation("stopping.max_tokens", f"prompt and output need {error}")],
+                metadata={"limit": str(error.available_tokens), "actual": str(error.needed_tokens)},
+            ) from error
+        self.requests[live.key] = live
+        if live.accepted.stop_strings:
+            self._with_stop_strings.add(live.key)
+        self.totals["accepted"] += 1
+        self._arm_deadline_timer()
+        self._plan_open_lanes()
+        self.budget.pump()
+
+    def cancel(self, live: LiveRequest, error: ApiError | None = None) -> None:
+        """Ends a request now (rule F2). Harmless if it has ended."""
+        reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
+        finished = self.core.abort(live.key, reason)
+        if finished is not None:
+            self._end(live, finished, error or RequestCancelled("the request was cancelled"))
+            self._plan_open_lanes()
+
+    def fail_internally(self, live: LiveRequest, error: Exception) -> None:
+        """Ends one request after a fault of ours; the others go on (rule K8)."""
+        incident = incident_id()
+        log.error("request failed", incident=incident, request_key=live.key, error=repr(error))
+        self.cancel(live, InternalError(incident))
+
+    # -------------------------------------------------------------------------------------------- lanes
+
+    def open_lane(self, link: WorkerLink, config: LaneConfig, epoch: int) -> None:
+        """A worker's new session stands: empty batch, empty cache."""
+        self.core.open_lane(link.lane_id, config, epoch)
+        self.links[link.lane_id] = link
+        if self._lane_wait_timer is not None:
+            self._lane_wait_timer.cancel()
+            self._lane_wait_timer = None
+        log.info("lane opened", worker=link.address, epoch=epoch, num_blocks=config.num_blocks)
+        self._plan_open_lanes()
+
+    def lose_lane(self, link: WorkerLink, reason: str) -> None:
+        """The worker's state is void; its sequences continue elsewhere, or wait for a worker."""
+        if self.links.pop(link.lane_id, None) is None:
+            return
+        preempted = self.core.lose_lane(link.lane_id)
+        log.warning("lane lost", worker=link.address, reason=reason, num_sequences=len(preempted))
+        self._note_preempted(preempted)
+        if self.links:
+            self._plan_open_lanes()
+        elif self.requests:
+            self._lane_wait_timer = self._loop.call_later(self.settings.lane_wait_s, self._give_up_waiting)
+
+    def _give_up_waiting(self) -> None:
+        self._lane_wait_timer = None
+        for live in list(self.requests.values()):
+            self.cancel(live, Unavailable("WORKER_LOST", "the worker was lost and none came back in time"))
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def on_boundary(self, link: WorkerLink, boundary: worker_pb2.StepBoundary, read_ns: int) -> None:
+        """One turn of the step loop.
+
+        Raises:
+            StepMismatch: the boundary contradicts the plan; the link must close the epoch.
+        """
+        outcome = self.core.commit(link.lane_id, result_from_proto(boundary))
+        ended = {finished.key: finished for finished in outcome.finished}
+        if self._with_stop_strings:
+            self._scan_stop_strings(outcome, ended)
+        was_planned = self._plan(link, read_ns=read_ns)
+        plan_ns = time.monotonic_ns() - read_ns if was_planned else 0
+        self._fan_out(outcome, ended)
+        link.note_boundary(boundary, outcome, plan_ns)
+        self.budget.pump()
+
+    def on_step_failed(self, link: WorkerLink, epoch: int, step_id: int) -> None:
+        """A step failed as a whole: its rows run again."""
+        self.core.fail_step(link.lane_id, epoch, StepId(step_id))
+        self._plan(link)
+
+    def _plan_open_lanes(self) -> None:
+        for link in list(self.links.values()):
+            self._plan(link)
+
+    def _plan(self, link: WorkerLink, *, read_ns: int = 0) -> bool:
+        """Plans and sends while the lane's window is open. True if anything was sent."""
+        others: set[LaneId] = set()
+        was_planned = False
+        while True:
+            outcome = self.core.plan(link.lane_id)
+            if outcome.admitted:
+                others |= self._note_admitted(outcome.admitted)
+            if outcome.preempted:
+                self._note_preempted(outcome.preempted)
+            if outcome.plan is None:
+                break
+            # A step planned in the turn of a boundary had its work waiting; one that starts an idle lane had not.
+            link.send_plan(plan_to_proto(outcome.plan), work_waited=bool(read_ns) or was_planned)
+            was_planned = True
+        for lane_id in others - {link.lane_id}:
+            self._plan(self.links[lane_id])
+        return was_planned
+
+    def _scan_stop_strings(self, outcome: CommitOutcome, ended: dict[RequestKey, Finished]) -> None:
+        """Decodes rows with stop strings now: the next plan must not contain a row that has ended (rule K6)."""
+        for key, token in zip(outcome.keys, outcome.token_ids, strict=True):
+            if key not in self._with_stop_strings:
+                continue
+            live = self.requests[key]
+            finished = ended.get(key)
+            if finished is not None and finished.matched_token_id is not None:
+                continue  # the stop id is no part of the text; the end flushes what is held back
+            live.log.token_ids.append(token)
+            try:
+                matched = live.log.decode()
+            except TextError as error:
+                self.fail_internally(live, error)
+                continue
+            if matched is None:
+                continue
+            stopped = self.core.finish_at(key, live.log.num_decoded)
+            # On the last allowed token the core has ended the request with LENGTH: stop wins (rule D5).
+            ended[key] = stopped or Finished(key, FinishReason.STOP, live.log.num_decoded)
+
+    def _fan_out(self, outcome: CommitOutcome, ended: dict[RequestKey, Finished]) -> None:
+        requests = self.requests
+        request_turn = self.budget.request
+        scanned = self._with_stop_strings
+        for key, token in zip(outcome.keys, outcome.token_ids, strict=True):
+            live = requests.get(key)
+            if live is None:
+                continue  # a text error ended it in this very turn
+            tokens = live.log.token_ids
+            if not scanned or key not in scanned or _is_stop_id(ended.get(key)):
+                tokens.append(token)
+            if not live.times.first_token_ns:
+                live.times.first_token_ns = now_ns()
+                self._announce(live)
+                continue
+            for subscription in live.subscriptions:
+                if subscription.dirty is not None:
+                    subscription.dirty[subscription] = None
+                request_turn(subscription.writer)
+        for key, finished in ended.items():
+            live = requests.get(key)
+            if live is not None:
+                self._end(live, finished, _error_of(finished))
+
+    # -------------------------------------------------------------------------------------------- notes
+
+    def _note_admitted(self, admitted: tuple[Admitted, ...]) -> set[LaneId]:
+        for entry in admitted:
+            live = self.requests[entry.key]
+            if entry.first_time:
+                live.times.admitted_ns = now_ns()
+        return {entry.lane_id for entry in admitted}
+
+    def _note_preempted(self, preempted: tuple[Preempted, ...]) -> None:
+        for entry in preempted:
+            self.requests[entry.key].preemptions += 1
+
+    def _end(self, live: LiveRequest, finished: Finished, error: ApiError | None) -> None:
+        """The one place where a request ends in the shell."""
+        del self.requests[live.key]
+        self._with_stop_strings.discard(live.key)
+        live.times.finished_ns = now_ns()
+        live.finished = finished
+        live.error = error
+        try:
+            live.log.end(finished.num_output_tokens, ends_with_stop_id=_is_stop_id(finished))
+        except TextError as text_error:
+            incident = incident_id()
+            log.error("text failed", incident=incident, request_key=live.key, error=repr(text_error))
+            live.error = InternalError(incident)
+        self._count_end(live)
+        self._announce(live)
+        if not self.requests:
+            self.on_idle()
+
+    def _announce(self, live: LiveRequest) -> None:
+        """News that must not wait for the budget: a first token, an end."""
+        for subscription in live.subscriptions:
+            if subscription.dirty is not None:
+                subscription.dirty[subscription] = None
+            self.budget.urgent(subscription.writer)
+
+    def _count_end(self, live: LiveRequest) -> None:
+        finished = live.finished
+        assert finished is not None, "counted before its end"
+        kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(finished.reason, "finished")
+        self.totals[kind] += 1
+        times = live.times
+        log.info(
+            "request ended",
+            request_id=live.accepted.request_id,
+            request_key=live.key,
+            reason=finished.reason.value,
+            status=live.error.code.name if live.error else "OK",
+            prompt_tokens=len(live.accepted.prompt_token_ids),
+            output_tokens=finished.num_output_tokens,
+            preemptions=live.preemptions,
+            queue_ms=round(max(0, (times.admitted_ns or times.finished_ns) - times.accepted_ns) / 1e6, 3),
+            first_token_ms=round(max(0, times.first_token_ns - times.accepted_ns) / 1e6, 3),
+            total_ms=round((times.finished_ns - times.accepted_ns) / 1e6, 3),
+        )
+
+    # -------------------------------------------------------------------------------------------- deadlines
+
+    def _arm_deadline_timer(self) -> None:
+        deadline_ns = self.core.next_deadline_ns
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        if deadline_ns is not None:
+            delay = max(0.0, (deadline_ns - now_ns()) / 1e9)
+            self._deadline_timer = self._loop.call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._deadline_timer = None
+        for finished in self.core.expire(now_ns()):
+            self._end(self.requests[finished.key], finished, _error_of(finished))
+        self._arm_deadline_timer()
+        self._plan_open_lanes()
+
+
+def _is_stop_id(finished: Finished | None) -> bool:
+    return finished is not None and finished.matched_token_id is not None
+
+
+def _core_request(live: LiveRequest) -> Request:
+    accepted = live.accepted
+    start_ns = live.times.accepted_ns
+
+    def deadline(milliseconds: int | None) -> int | None:
+        return None if milliseconds is None else start_ns + milliseconds * 1_000_000
+
+    return Request(
+        key=live.key,
+        prompt_token_ids=accepted.prompt_token_ids,
+        max_tokens=accepted.max_tokens,
+        min_tokens=accepted.min_tokens,
+        stop_token_ids=accepted.stop_token_ids,
+        sampling=accepted.sampling,
+        deadline_ns=deadline(accepted.timeout_ms),
+        queue_deadline_ns=deadline(accepted.queue_timeout_ms),
+    )
+
+
+def _error_of(finished: Finished) -> ApiError | None:
+    """What the stream ends with; None for a normal end."""
+    if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    if finished.deadline_phase is not None:
+        return DeadlineExceeded(
+            f"the deadline passed in phase {finished.deadline_phase} after {finished.num_output_tokens} tokens",
+            metadata={"phase": finished.deadline_phase, "output_tokens": str(finished.num_output_tokens)},
+        )
+    if finished.fault is not None:
+        return RowFailed(
+            f"the model gave no usable distribution ({finished.fault.value}) "
+            f"after {finished.num_output_tokens} tokens",
+            metadata={"fault": finished.fault.value},
+        )
+    return RequestCancelled("the request was cancelled")

@@ -1,0 +1,134 @@
+"""GenerationService: streams are cursors on output logs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import grpc
+from typing_extensions import override
+
+from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotServed
+from stepahead.scheduler.front_end import FrontEnd
+from stepahead.scheduler.guard import Context, guarded
+from stepahead.scheduler.live_request import LiveRequest, Subscription
+from stepahead.scheduler.multiplex import MultiplexSession
+from stepahead.scheduler.text.errors import TextError
+from stepahead.v1 import generation_pb2, generation_pb2_grpc
+
+MAX_CANCEL_IDS = 1024
+
+GenerateContext = grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+
+
+class _GenerateStream:
+    """The writer of one Generate call: woken by the budget, one message per turn."""
+
+    __slots__ = ("_turn", "queued", "woken")
+
+    def __init__(self) -> None:
+        self.queued = False
+        self.woken = False
+        self._turn = asyncio.Event()
+
+    def wake(self) -> None:
+        self._turn.set()
+
+    async def turn(self, timeout_s: float) -> bool:
+        """Waits for the next turn; False if nothing happened for `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turn.wait()
+        except TimeoutError:
+            return False
+        self._turn.clear()
+        self.woken = False
+        return True
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """See the proto for what each call promises."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+
+    @override
+    async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride] - writes instead of yielding
+        self, request: generation_pb2.GenerateRequest, context: GenerateContext
+    ) -> None:
+        await guarded(cast(Context, context), self._generate(request, context))
+
+    async def _generate(self, request: generation_pb2.GenerateRequest, context: GenerateContext) -> None:
+        remaining = cast("float | None", context.time_remaining())
+        live = await self._front_end.accept(request, time_remaining_s=remaining)
+        stream = _GenerateStream()
+        subscription = Subscription(live, stream)
+        stream.wake()
+        try:
+            await context.send_initial_metadata(())
+            await self._pump(subscription, stream, context)
+        finally:
+            # Also the way out when the client is gone: CancelledError at one of the awaits above.
+            subscription.close()
+            self._front_end.release(live)
+
+    async def _pump(self, subscription: Subscription, stream: _GenerateStream, context: GenerateContext) -> None:
+        live = subscription.live
+        done = False
+        while not done:
+            if not await stream.turn(self._front_end.settings.keepalive_s):
+                await context.write(_keepalive(live))
+                continue
+            events, done = self._take(subscription)
+            if events:
+                await context.write(generation_pb2.GenerateResponse(events=events))
+        if live.error is not None:
+            raise live.error
+
+    def _take(self, subscription: Subscription) -> tuple[list[generation_pb2.GenerationEvent], bool]:
+        try:
+            return subscription.take()
+        except TextError as error:
+            self._front_end.engine.fail_internally(subscription.live, error)
+            return subscription.take()
+
+    @override
+    async def Cancel(
+        self,
+        request: generation_pb2.CancelRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.CancelRequest, generation_pb2.CancelResponse],
+    ) -> generation_pb2.CancelResponse:
+        return await guarded(cast(Context, context), self._cancel(request))
+
+    async def _cancel(self, request: generation_pb2.CancelRequest) -> generation_pb2.CancelResponse:
+        if not 1 <= len(request.request_ids) <= MAX_CANCEL_IDS:
+            raise InvalidRequest([FieldViolation("request_ids", f"must be 1 to {MAX_CANCEL_IDS} ids")])
+        return generation_pb2.CancelResponse(
+            outcomes=[self._front_end.cancel(request_id) for request_id in request.request_ids]
+        )
+
+    @override
+    async def Multiplex(  # pyright: ignore[reportIncompatibleMethodOverride] - writes instead of yielding
+        self,
+        request_iterator: object,
+        context: grpc.aio.ServicerContext[generation_pb2.MultiplexRequest, generation_pb2.MultiplexResponse],
+    ) -> None:
+        session = MultiplexSession(self._front_end, context)
+        await guarded(cast(Context, context), session.run())
+
+    @override
+    async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride] - writes instead of yielding
+        self,
+        request: generation_pb2.AttachRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.AttachRequest, generation_pb2.AttachResponse],
+    ) -> None:
+        await guarded(cast(Context, context), _not_served("Attach"))
+
+
+async def _not_served(name: str) -> None:
+    raise NotServed(f"{name} is not served yet")
+
+
+def _keepalive(live: LiveRequest) -> generation_pb2.GenerateResponse:
+    event = generation_pb2.GenerationEvent(keepalive=generation_pb2.Keepalive(phase=live.phase))
+    return generation_pb2.GenerateResponse(events=[event])

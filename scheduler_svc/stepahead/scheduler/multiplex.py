@@ -1,0 +1,221 @@
+"""Multiplex: many requests over one stream, one message per completed write, holding whatever is pending.
+
+Token deltas of requests without text travel as columns, so that a step of 256 rows is one small message and not
+256 objects. The session is one writer for the message budget, however many requests it carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import grpc
+import structlog
+
+from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest
+from stepahead.scheduler.front_end import FrontEnd
+from stepahead.scheduler.live_request import Subscription
+from stepahead.scheduler.telemetry import incident_id
+from stepahead.scheduler.text.errors import TextError
+from stepahead.v1 import generation_pb2
+
+log = structlog.get_logger("multiplex")
+
+MAX_MESSAGE_BYTES = 2**20
+MAX_LIVE = 8192
+
+MultiplexContext = grpc.aio.ServicerContext[generation_pb2.MultiplexRequest, generation_pb2.MultiplexResponse]
+
+
+class MultiplexSession:
+    """One Multiplex call: one writer for the budget, a subscription per request."""
+
+    def __init__(self, front_end: FrontEnd, context: MultiplexContext) -> None:
+        self.queued = False
+        self.woken = False
+        self._front_end = front_end
+        self._context = context
+        self._subscriptions: dict[int, Subscription] = {}
+        self._accepting: dict[int, asyncio.Task[None]] = {}
+        self._dirty: dict[Subscription, None] = {}
+        """Requests with news; the engine adds to it, so it is emptied, never replaced."""
+        self._failures: list[generation_pb2.RequestFailed] = []
+        self._turn = asyncio.Event()
+        self._reading = True
+
+    async def run(self) -> None:
+        """Reads and writes until the client has closed its side and every request has ended."""
+        await self._context.send_initial_metadata(())
+        reader = asyncio.create_task(self._read())
+        try:
+            await self._write()
+        finally:
+            reader.cancel()
+            for task in self._accepting.values():
+                task.cancel()
+            await asyncio.gather(reader, *self._accepting.values(), return_exceptions=True)
+            for subscription in self._subscriptions.values():
+                self._close(subscription)
+        if not reader.cancelled() and reader.exception() is not None:
+            raise reader.exception() or AssertionError
+
+    def wake(self) -> None:
+        """Called by the budget: time for one message."""
+        self._turn.set()
+
+    # -------------------------------------------------------------------------------------------- reading
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                message = cast(object, await self._context.read())
+                if not isinstance(message, generation_pb2.MultiplexRequest):
+                    return  # grpc.aio.EOF: the client has closed its side
+                kind = message.WhichOneof("command")
+                if kind == "submit":
+                    self._submit(message.submit)
+                elif kind == "cancel":
+                    self._cancel(message.cancel)
+                else:
+                    raise InvalidRequest([FieldViolation("command", "one of submit or cancel is required")])
+        finally:
+            self._reading = False
+            self._turn.set()
+
+    def _submit(self, submit: generation_pb2.MultiplexSubmit) -> None:
+        handle = submit.handle
+        if handle in self._subscriptions or handle in self._accepting:
+            self._fail(
+                handle, InvalidRequest([FieldViolation("submit.handle", f"{handle} is live on this stream")])
+            )
+            return
+        if len(self._subscriptions) + len(self._accepting) >= MAX_LIVE:
+            self._fail(handle, InvalidRequest([FieldViolation("submit", f"more than {MAX_LIVE} live requests")]))
+            return
+        task = asyncio.create_task(self._accept(handle, submit.request))
+        self._accepting[handle] = task
+
+    async def _accept(self, handle: int, request: generation_pb2.GenerateRequest) -> None:
+        try:
+            live = await self._front_end.accept(request, time_remaining_s=None)
+        except ApiError as error:
+            self._fail(handle, error)
+            return
+        except Exception as error:  # noqa: BLE001 - one request's bug must not end the others' stream
+            self._fail(handle, InternalError(self._note(error)))
+            return
+        finally:
+            self._accepting.pop(handle, None)
+        subscription = Subscription(live, self, handle=handle, dirty=self._dirty)
+        self._subscriptions[handle] = subscription
+        self._dirty[subscription] = None
+        self._turn.set()
+
+    def _cancel(self, cancel: generation_pb2.MultiplexCancel) -> None:
+        for handle in cancel.handles:
+            subscription = self._subscriptions.get(handle)
+            if subscription is not None:
+                self._front_end.engine.cancel(subscription.live)
+
+    def _fail(self, handle: int, error: ApiError) -> None:
+        self._failures.append(generation_pb2.RequestFailed(handle=handle, status=error.to_status()))
+        self._turn.set()
+
+    @staticmethod
+    def _note(error: Exception) -> str:
+        incident = incident_id()
+        log.error("multiplexed request failed", incident=incident, exc_info=error)
+        return incident
+
+    # -------------------------------------------------------------------------------------------- writing
+
+    async def _write(self) -> None:
+        keepalive_s = self._front_end.settings.keepalive_s
+        while self._reading or self._subscriptions or self._accepting or self._failures:
+            try:
+                async with asyncio.timeout(keepalive_s):
+                    await self._turn.wait()
+            except TimeoutError:
+                await self._context.write(generation_pb2.MultiplexResponse())
+                continue
+            self._turn.clear()
+            self.woken = False
+            response = self._take()
+            if response is not None:
+                await self._context.write(response)
+
+    def _take(self) -> generation_pb2.MultiplexResponse | None:
+        """Everything pending, up to the size limit; the rest stays pending."""
+        response = generation_pb2.MultiplexResponse()
+        response.failures.extend(self._failures)
+        self._failures = []
+        columns = _Columns()
+        size = 0
+        while self._dirty and size < MAX_MESSAGE_BYTES // 2:
+            subscription, _ = self._dirty.popitem()
+            size += self._take_from(subscription, columns, response)
+        if self._dirty:
+            self._turn.set()
+        columns.fill(response)
+        return response if response.ByteSize() else None
+
+    def _take_from(
+        self, subscription: Subscription, columns: _Columns, response: generation_pb2.MultiplexResponse
+    ) -> int:
+        """Adds one request's news; returns their rough size in bytes."""
+        live = subscription.live
+        accepted = live.accepted
+        if not accepted.want_text and not accepted.final_only and subscription.started_sent:
+            if accepted.want_token_ids:
+                columns.add(subscription)
+            if live.finished is None:
+                return 8
+        try:
+            events, done = subscription.take()
+        except TextError as error:
+            self._front_end.engine.fail_internally(live, error)
+            events, done = subscription.take()
+        if events:
+            message = generation_pb2.RequestEvents(handle=subscription.handle, events=events)
+            response.events.append(message)
+        if done:
+            if live.error is not None:
+                response.failures.append(
+                    generation_pb2.RequestFailed(handle=subscription.handle, status=live.error.to_status())
+                )
+            del self._subscriptions[subscription.handle]
+            self._close(subscription)
+        return 64 + sum(event.ByteSize() for event in events)
+
+    def _close(self, subscription: Subscription) -> None:
+        subscription.close()
+        self._front_end.release(subscription.live)
+
+
+class _Columns:
+    """Plain token deltas of one message."""
+
+    def __init__(self) -> None:
+        self.handles: list[int] = []
+        self.first_token_indexes: list[int] = []
+        self.token_counts: list[int] = []
+        self.token_ids: list[int] = []
+
+    def add(self, subscription: Subscription) -> None:
+        fresh = subscription.live.log.read(subscription.cursor)
+        if fresh is None or not fresh.token_ids:
+            return
+        self.handles.append(subscription.handle)
+        self.first_token_indexes.append(fresh.first_token_index)
+        self.token_counts.append(len(fresh.token_ids))
+        self.token_ids += fresh.token_ids
+
+    def fill(self, response: generation_pb2.MultiplexResponse) -> None:
+        if not self.handles:
+            return
+        tokens = response.tokens
+        tokens.handles.extend(self.handles)
+        tokens.first_token_indexes.extend(self.first_token_indexes)
+        tokens.token_ids.extend(self.token_ids)
+        if len(self.token_ids) != len(self.handles):
+            tokens.token_counts.extend(self.token_counts)

@@ -1,0 +1,149 @@
+"""The scheduler process: builds everything, serves, drains, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from stepahead.scheduler.cluster import Cluster
+from stepahead.scheduler.drain import Drainer
+from stepahead.scheduler.engine import Engine
+from stepahead.scheduler.front_end import FrontEnd
+from stepahead.scheduler.generation_service import GenerationService
+from stepahead.scheduler.model_service import ModelService
+from stepahead.scheduler.operations_service import OperationsService
+from stepahead.scheduler.settings import Settings
+from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
+
+log = structlog.get_logger("server")
+
+SERVICES = [
+    generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
+    generation_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+    operations_pb2.DESCRIPTOR.services_by_name["OperationsService"].full_name,
+]
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not steal connections
+    ("grpc.max_receive_message_length", 16 * 2**20),  # larger than any legal field, so that the field is named
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+READINESS_INTERVAL_S = 0.25
+LOOPBACK_PREFIXES = ("127.", "localhost", "[::1]", "unix:")
+
+
+class Server:
+    """Everything of one scheduler process, on one event loop."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        self.settings = settings
+        self.engine = Engine(settings, loop)
+        self.cluster = Cluster(self.engine, settings)
+        self.front_end = FrontEnd(self.engine, self.cluster, settings)
+        self.drainer = Drainer(self.front_end)
+        self.address = ""
+        health_module: Any = health  # its stubs leave the asyncio half out
+        self._health: Any = health_module.aio.HealthServicer()
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self._announced_ready = False
+
+    async def start(self) -> None:
+        """Listens and starts dialling workers.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(self.front_end), self._grpc)
+        generation_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(self.front_end), self._grpc)
+        operations_pb2_grpc.add_OperationsServiceServicer_to_server(
+            OperationsService(self.front_end, self.drainer), self._grpc
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(  # pyright: ignore[reportUnknownMemberType]
+            self._health, self._grpc
+        )
+        await self._publish_health()
+        listen = self.settings.listen
+        wanted = self.settings.reflection
+        if wanted if wanted is not None else listen.startswith(LOOPBACK_PREFIXES):
+            names = [*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._grpc)
+        try:
+            port = self._grpc.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {listen}: {error}") from error
+        if not port and not listen.startswith("unix:"):
+            raise OSError(f"cannot listen on {listen}: the address is in use or not ours")
+        host = listen.rsplit(":", 1)[0]
+        self.address = listen if listen.startswith("unix:") else f"{host}:{port}"
+        await self._grpc.start()
+        self._announce({"event": "listening", "address": self.address})
+        log.info("listening", address=self.address, workers=list(self.settings.workers))
+        self.cluster.start()
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT, then drains and stops."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        watcher = asyncio.create_task(self._watch_readiness())
+        await stop.wait()
+        watcher.cancel()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Health first, then drain, then the sessions, then the listener."""
+        self.front_end.draining = True
+        await self._publish_health()
+        await self.drainer.drain(self.settings.drain_timeout_s)
+        await self.cluster.stop()
+        await self._grpc.stop(grace=1.0)
+        log.info("stopped")
+
+    # -------------------------------------------------------------------------------------------- health
+
+    async def _watch_readiness(self) -> None:
+        while True:
+            await self._publish_health()
+            if self.cluster.is_ready and not self._announced_ready:
+                self._announced_ready = True
+                model = self.cluster.require_model()
+                self._announce({"event": "ready", "model": model.name, "workers": len(self.engine.links)})
+                log.info("ready", model=model.name, num_workers=len(self.engine.links))
+            await asyncio.sleep(READINESS_INTERVAL_S)
+
+    async def _publish_health(self) -> None:
+        """Readiness is an answer through the step loop, not a live process (rule O4)."""
+        ready = self.cluster.is_ready and not self.front_end.draining
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
+
+    def _announce(self, event: dict[str, object]) -> None:
+        """One JSON line for whoever started us (`stepahead up`)."""
+        announce_fd = self.settings.announce_fd
+        if announce_fd is not None:
+            # A supervisor that is gone must not stop the server.
+            with contextlib.suppress(OSError):
+                os.write(announce_fd, (json.dumps(event) + "\n").encode())
+
+
+async def serve(settings: Settings) -> None:
+    """Runs a scheduler until it is told to stop.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    server = Server(settings, asyncio.get_running_loop())
+    await server.start()
+    await server.run()

@@ -1,0 +1,131 @@
+"""Command line and environment, read once, into frozen settings. Nothing reads the environment later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import click
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the scheduler process can be told."""
+
+    listen: str
+    """host:port of the public services; port 0 picks one."""
+    workers: tuple[str, ...]
+    """host:port of each worker."""
+    overlap_depth: int
+    settle_prompts_in_place: bool = False
+    max_waiting_requests: int = 4096
+    default_max_tokens: int = 1024
+    messages_per_second: int = 6000
+    """Budget of stream messages: each costs some 30 us of the loop that also plans steps."""
+    drain_timeout_s: float = 30.0
+    lane_wait_s: float = 120.0
+    """How long requests wait for a worker when there is none."""
+    max_step_s: float = 120.0
+    """A step that runs longer is a hang: the worker's session is closed."""
+    keepalive_s: float = 10.0
+    """Longest silence of a stream."""
+    log_format: str = "console"
+    announce_fd: int | None = None
+    reflection: bool | None = None
+    """None: on loopback listeners only."""
+
+
+def parse_overlap(value: str) -> int:
+    """`on` is depth 1, `off` is depth 0, a number is itself.
+
+    Raises:
+        click.BadParameter: anything else.
+    """
+    named = {"on": 1, "off": 0}
+    if value in named:
+        return named[value]
+    if value.isdecimal() and int(value) <= 8:
+        return int(value)
+    raise click.BadParameter(f"{value!r} is not on, off or a depth from 0 to 8", param_hint="--overlap")
+
+
+def _option(name: str, *names: str, **kwargs: object) -> Callable[[FunctionT], FunctionT]:
+    """A click option that is also an environment variable STEPAHEAD_<NAME>."""
+    env = "STEPAHEAD_" + name.split("/", maxsplit=1)[0].removeprefix("--").upper().replace("-", "_")
+    return click.option(name, *names, envvar=env, show_default=True, show_envvar=True, **kwargs)  # type: ignore[arg-type]
+
+
+def options(function: FunctionT) -> FunctionT:
+    """Adds every option of the scheduler to a click command."""
+    for decorator in reversed(
+        [
+            _option("--listen", default="127.0.0.1:50051", help="Address of the public services."),
+            _option("--worker", "workers", multiple=True, required=True, help="Address of a worker; repeatable."),
+            _option("--overlap", default="on", help="on, off, or the overlap depth D."),
+            _option(
+                "--settle-prompts",
+                type=click.Choice(["retain", "in-place"]),
+                default="retain",
+                help="Whether prompt steps are waited for in place.",
+            ),
+            _option("--max-waiting-requests", type=click.IntRange(1), default=4096, help="Queue bound."),
+            _option("--default-max-tokens", type=click.IntRange(1), default=1024, help="If a request has none."),
+            _option("--messages-per-second", type=click.IntRange(100), default=6000, help="Stream budget."),
+            _option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="Seconds."),
+            _option("--lane-wait", type=click.FloatRange(0), default=120.0, help="Seconds without a worker."),
+            _option("--max-step", type=click.FloatRange(0.1), default=120.0, help="Seconds a step may run."),
+            _option("--keepalive", type=click.FloatRange(0.1), default=10.0, help="Seconds of stream silence."),
+            _option("--log-format", type=click.Choice(["console", "json"]), default="console", help="Logs."),
+            _option("--reflection/--no-reflection", default=None, help="Default: on loopback only."),
+            click.option("--announce-fd", type=int, default=None, hidden=True),
+        ]
+    ):
+        function = decorator(function)
+    return function
+
+
+def from_options(values: dict[str, object]) -> Settings:
+    """Click values to settings.
+
+    Raises:
+        click.BadParameter: a value makes no sense.
+    """
+    announce_fd = values["announce_fd"]
+    if isinstance(announce_fd, int):
+        try:
+            os.fstat(announce_fd)
+        except OSError as error:
+            raise click.BadParameter(str(error), param_hint="--announce-fd") from error
+    workers = tuple(str(worker) for worker in values["workers"])  # type: ignore[attr-defined]
+    if len(set(workers)) != len(workers):
+        raise click.BadParameter("a worker is named twice", param_hint="--worker")
+    return Settings(
+        listen=str(values["listen"]),
+        workers=workers,
+        overlap_depth=parse_overlap(str(values["overlap"])),
+        settle_prompts_in_place=values["settle_prompts"] == "in-place",
+        max_waiting_requests=_int(values["max_waiting_requests"]),
+        default_max_tokens=_int(values["default_max_tokens"]),
+        messages_per_second=_int(values["messages_per_second"]),
+        drain_timeout_s=_float(values["drain_timeout"]),
+        lane_wait_s=_float(values["lane_wait"]),
+        max_step_s=_float(values["max_step"]),
+        keepalive_s=_float(values["keepalive"]),
+        log_format=str(values["log_format"]),
+        announce_fd=announce_fd if isinstance(announce_fd, int) else None,
+        reflection=None if values["reflection"] is None else bool(values["reflection"]),
+    )
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _float(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,385 @@
+"""One worker, seen over the wire: dial, open a session, send plans, read boundaries, resume, give up.
+
+A link makes no scheduling decision. It lives as long as the process:
+
+    dialling --GetWorkerInfo--> opening --SessionOpened--> open --stream broke--> resuming --> open
+        ^                                                   |                        |
+        `---------------- epoch closed: lane lost <---------+------------------------'
+
+Every plan is kept until its boundary has been committed, so that a resume can send again what the worker has
+not accepted. One task writes to a stream; a second concurrent write would end the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from enum import Enum
+from typing import Protocol
+
+import grpc
+import structlog
+
+from stepahead.scheduler.convert import UnknownWireValue, lane_config_from_proto
+from stepahead.scheduler.core import CommitOutcome, LaneConfig, LaneId, StepMismatch
+from stepahead.scheduler.settings import Settings
+from stepahead.scheduler.step_stats import StepRecord, StepStats
+from stepahead.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger("worker_link")
+
+PROTOCOL_MAJOR = 1
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+]
+PING_INTERVAL_S = 0.5
+PONG_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 5.0
+
+Call = grpc.aio.StreamStreamCall[worker_pb2.RunStepsRequest, worker_pb2.RunStepsResponse]
+
+
+class LinkState(Enum):
+    """Where the link is."""
+
+    DIALLING = "dialling"
+    OPEN = "open"
+    RESUMING = "resuming"
+    CLOSED = "closed"
+
+
+class EpochClosed(Exception):
+    """The session is over: its state on the worker is void."""
+
+
+class WorkerRefused(Exception):
+    """The worker cannot join; it is asked again later."""
+
+
+class LinkOwner(Protocol):
+    """What the link tells, in order, on the event loop."""
+
+    async def adopt(self, link: WorkerLink, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """Checks link.info against the served model (or serves it). Raises WorkerRefused."""
+        ...
+
+    def next_epoch(self) -> int:
+        """A scheduler epoch larger than every earlier one of this process."""
+        ...
+
+    def open_lane(self, link: WorkerLink, config: LaneConfig, epoch: int) -> None:
+        """A new session stands."""
+        ...
+
+    def lose_lane(self, link: WorkerLink, reason: str) -> None:
+        """The session is over. Harmless if none stood."""
+        ...
+
+    def on_boundary(self, link: WorkerLink, boundary: worker_pb2.StepBoundary, read_ns: int) -> None:
+        """A boundary of the current session, in step order. Raises StepMismatch."""
+        ...
+
+    def on_step_failed(self, link: WorkerLink, epoch: int, step_id: int) -> None:
+        """A step failed as a whole."""
+        ...
+
+
+class WorkerLink:
+    """See the module docstring."""
+
+    def __init__(
+        self, lane_id: LaneId, address: str, owner: LinkOwner, settings: Settings, instance_id: str
+    ) -> None:
+        self.lane_id = lane_id
+        self.address = address
+        self.state = LinkState.DIALLING
+        self.info = worker_pb2.GetWorkerInfoResponse()
+        self.worker_epoch: int = 0
+        self.stats = StepStats()
+        self.last_step_id = 0
+        self.last_completed_step_id = 0
+        self._owner = owner
+        self._settings = settings
+        self._instance_id = instance_id
+        self._kept: dict[int, worker_pb2.RunStepsRequest] = {}
+        self._fresh_starts: set[int] = set()
+        """Steps that started an idle lane: the gap before them is nobody's fault."""
+        self._outbox: deque[worker_pb2.RunStepsRequest] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._session_id = 0
+        self._resume_grace_s = 0.0
+        self._pong_at = 0.0
+        self._running_step_age_ns = 0
+        self._closing = False
+
+    # -------------------------------------------------------------------------------------------- engine side
+
+    def send_plan(self, plan: worker_pb2.StepPlan, *, work_waited: bool) -> None:
+        """Queues a plan for the writer; keeps it until its boundary is committed. Never blocks."""
+        message = worker_pb2.RunStepsRequest(plan=plan)
+        self._kept[plan.step_id] = message
+        self.last_step_id = plan.step_id
+        if not work_waited:
+            self._fresh_starts.add(plan.step_id)
+        if self.state is LinkState.OPEN:
+            self._enqueue(message)
+
+    def note_boundary(self, boundary: worker_pb2.StepBoundary, outcome: CommitOutcome, plan_ns: int) -> None:
+        """Bookkeeping after the engine's turn."""
+        step_id = boundary.completed_step_id
+        timings = boundary.completion.timings
+        record = StepRecord(
+            completed_step_id=step_id,
+            running_step_id=boundary.running_step_id,
+            num_rows=outcome.num_rows,
+            num_tokens=outcome.num_tokens,
+            num_committed_tokens=len(outcome.token_ids),
+            gap_ns=boundary.gap_ns,
+            busy_ns=timings.forward_ns + timings.sample_ns,
+            boundary_to_plan_ns=plan_ns,
+            work_waited=step_id not in self._fresh_starts,
+        )
+        self._fresh_starts.discard(step_id)
+        self.stats.add(boundary, record)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the step loop of the worker answered lately and no step hangs (rule O4)."""
+        return (
+            self.state is LinkState.OPEN
+            and time.monotonic() - self._pong_at < 3 * PING_INTERVAL_S + 1.0
+            and self._running_step_age_ns < self._settings.max_step_s * 1e9
+        )
+
+    def close(self) -> None:
+        """Ends the session in an orderly way; `run` returns soon after."""
+        self._closing = True
+        self._enqueue(worker_pb2.RunStepsRequest(close=worker_pb2.CloseSession(reason="scheduler stops")))
+
+    def _enqueue(self, message: worker_pb2.RunStepsRequest) -> None:
+        self._outbox.append(message)
+        self._outbox_filled.set()
+
+    # -------------------------------------------------------------------------------------------- life
+
+    async def run(self) -> None:
+        """Keeps a session with the worker until `close` is called."""
+        backoff_s = FIRST_BACKOFF_S
+        while not self._closing:
+            try:
+                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                    await self._session(worker_pb2_grpc.WorkerServiceStub(channel))
+                backoff_s = FIRST_BACKOFF_S
+            except WorkerRefused as error:
+                log.error("worker refused", worker=self.address, reason=str(error))
+                backoff_s = LAST_BACKOFF_S
+            except grpc.aio.AioRpcError as error:
+                # Loading, restarting, unreachable: back-off belongs to the session, not to the channel.
+                level = log.info if error.code() is grpc.StatusCode.UNAVAILABLE else log.warning
+                level("worker not ready", worker=self.address, status=error.code().name, detail=error.details())
+            if not self._closing:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
+        self.state = LinkState.CLOSED
+
+    async def _session(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """From dialling to the end of one epoch."""
+        self.state = LinkState.DIALLING
+        self.info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=5.0)
+        await self._owner.adopt(self, stub)
+        epoch = self._owner.next_epoch()
+        self._forget_session()
+        generation = 1
+        reason = "session closed"
+        try:
+            await self._stream(stub, epoch, generation)
+            broke_at = time.monotonic()
+            while not self._closing and time.monotonic() - broke_at < 0.8 * self._resume_grace_s:
+                generation += 1
+                if await self._try_resume(stub, epoch, generation):
+                    broke_at = time.monotonic()
+            reason = "stream broke and could not be resumed"
+        except EpochClosed as error:
+            reason = str(error)
+            log.warning("epoch closed", worker=self.address, epoch=epoch, reason=reason)
+        finally:
+            self._owner.lose_lane(self, reason)
+            self._forget_session()
+
+    async def _try_resume(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int, generation: int) -> bool:
+        """One attempt to continue the session. True if a stream stood (and has broken again since)."""
+        self.state = LinkState.RESUMING
+        try:
+            await self._stream(stub, epoch, generation)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise EpochClosed(f"resume refused: {error.code().name} {error.details()}") from error
+            await asyncio.sleep(FIRST_BACKOFF_S)
+            return False
+        return True
+
+    def _forget_session(self) -> None:
+        self._kept.clear()
+        self._fresh_starts.clear()
+        self._outbox.clear()
+        self._session_id = 0
+        self.worker_epoch = 0
+        self.last_step_id = 0
+        self.last_completed_step_id = 0
+
+    # -------------------------------------------------------------------------------------------- one stream
+
+    async def _stream(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int, generation: int) -> None:
+        """Runs one stream until it breaks (returns) or the epoch is over (raises EpochClosed).
+
+        Raises:
+            grpc.aio.AioRpcError: the stream never stood.
+        """
+        call: Call = stub.RunSteps()
+        try:
+            await call.write(worker_pb2.RunStepsRequest(open=self._open_message(epoch, generation)))
+            first = await call.read()
+            if first is grpc.aio.EOF:
+                raise grpc.aio.AioRpcError(
+                    await call.code(),
+                    await call.initial_metadata(),
+                    await call.trailing_metadata(),
+                    await call.details(),
+                )
+            assert isinstance(first, worker_pb2.RunStepsResponse)
+            self._opened(first.opened, epoch)
+            tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._ping())]
+            try:
+                await self._read(call)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            # A dropped call object would go on running on the other side.
+            call.cancel()
+
+    def _open_message(self, epoch: int, generation: int) -> worker_pb2.OpenSession:
+        message = worker_pb2.OpenSession(
+            protocol_major=PROTOCOL_MAJOR,
+            scheduler_instance_id=self._instance_id,
+            scheduler_epoch=epoch,
+            model_fingerprint=self.info.model.fingerprint,
+            overlap_depth=self._settings.overlap_depth,
+            stream_generation=generation,
+        )
+        if self._session_id:
+            message.resume.session_id = self._session_id
+            message.resume.last_completed_step_id = self.last_completed_step_id
+        return message
+
+    def _opened(self, opened: worker_pb2.SessionOpened, epoch: int) -> None:
+        resumed = bool(self._session_id)
+        if resumed and opened.worker_epoch != self.worker_epoch:
+            raise EpochClosed("the worker lost the session")
+        self._session_id = opened.session_id
+        self._resume_grace_s = opened.resume_grace_ns / 1e9
+        self.worker_epoch = opened.worker_epoch
+        self._pong_at = time.monotonic()
+        self.state = LinkState.OPEN
+        if not resumed:
+            self._owner.open_lane(self, lane_config_from_proto(self.info.limits), opened.worker_epoch)
+            return
+        self.stats.num_resumes += 1
+        self._outbox.clear()
+        again = [step_id for step_id in sorted(self._kept) if step_id > opened.last_accepted_step_id]
+        for step_id in again:
+            self._enqueue(self._kept[step_id])
+        log.info("session resumed", worker=self.address, epoch=epoch, resent_plans=len(again))
+
+    async def _write(self, call: Call) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                while self._outbox:
+                    await call.write(self._outbox.popleft())
+                self._outbox_filled.clear()
+                await self._outbox_filled.wait()
+
+    async def _ping(self) -> None:
+        """Asks the worker's step loop for a sign of life; a silent or stuck one ends the call."""
+        nonce = 0
+        while True:
+            nonce += 1
+            self._enqueue(worker_pb2.RunStepsRequest(ping=worker_pb2.Ping(nonce=nonce)))
+            await asyncio.sleep(PING_INTERVAL_S)
+
+    async def _read(self, call: Call) -> None:
+        """Reads until the stream breaks. The engine's turn runs right here."""
+        while True:
+            try:
+                response = await asyncio.wait_for(call.read(), PONG_TIMEOUT_S)
+            except TimeoutError:
+                log.warning("worker silent", worker=self.address, seconds=PONG_TIMEOUT_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                log.warning("stream broke", worker=self.address, status=error.code().name, detail=error.details())
+                if error.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION):
+                    raise EpochClosed(f"{error.code().name} {error.details()}") from error
+                return
+            if not isinstance(response, worker_pb2.RunStepsResponse):
+                if self._closing:
+                    raise EpochClosed("closed by us")
+                return
+            self._handle(response, time.monotonic_ns())
+
+    def _handle(self, response: worker_pb2.RunStepsResponse, read_ns: int) -> None:
+        kind = response.WhichOneof("event")
+        if kind == "boundary":
+            self._on_boundary(response.boundary, read_ns)
+        elif kind == "pong":
+            self._pong_at = time.monotonic()
+            self._running_step_age_ns = response.pong.running_step_age_ns
+            if self._running_step_age_ns > self._settings.max_step_s * 1e9:
+                raise EpochClosed(f"a step has been running for {self._running_step_age_ns / 1e9:.1f} s")
+        elif kind == "failed":
+            self._on_failed(response.failed)
+        elif kind == "rejected":
+            self._on_rejected(response.rejected)
+        elif kind != "drained":
+            raise EpochClosed(f"unexpected message {kind}")
+
+    def _on_boundary(self, boundary: worker_pb2.StepBoundary, read_ns: int) -> None:
+        step_id = boundary.completed_step_id
+        if boundary.worker_epoch != self.worker_epoch or step_id <= self.last_completed_step_id:
+            log.info("stale boundary dropped", worker=self.address, step_id=step_id)
+            return
+        self.last_completed_step_id = step_id
+        self._kept.pop(step_id, None)
+        try:
+            self._owner.on_boundary(self, boundary, read_ns)
+        except (StepMismatch, UnknownWireValue) as error:
+            raise EpochClosed(f"boundary of step {step_id}: {error}") from error
+
+    def _on_failed(self, failed: worker_pb2.StepFailed) -> None:
+        log.error("step failed", worker=self.address, step_id=failed.step_id, detail=failed.message)
+        if failed.scope != worker_pb2.StepFailed.SCOPE_STEP:
+            raise EpochClosed(f"worker failed at step {failed.step_id}")
+        self.last_completed_step_id = failed.step_id
+        self._kept.pop(failed.step_id, None)
+        self._owner.on_step_failed(self, self.worker_epoch, failed.step_id)
+
+    def _on_rejected(self, rejected: worker_pb2.StepRejected) -> None:
+        if rejected.reason == worker_pb2.StepRejected.REASON_ALREADY_EXECUTED:
+            return  # a plan sent again after a resume
+        reason = worker_pb2.StepRejected.Reason.Name(rejected.reason)
+        log.error(
+            "plan rejected",
+            worker=self.address,
+            step_id=rejected.step_id,
+            reason=reason,
+            violations=list(rejected.violations),
+        )
+        raise EpochClosed(f"plan {rejected.step_id} rejected: {reason}")
