@@ -135,4 +135,7 @@ def apply_rope(
     """
     first, second = np.split(heads, 2, axis=-1)
     turn_cos, turn_sin = cos[positions][:, None], sin[positions][:, None]
-    return np.concatenate([first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin], axis=-1)
+    turned: NDArray[np.float32] = np.concatenate(
+        [first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin], axis=-1
+    )
+    return turned

@@ -83,4 +83,4 @@ _Entry = TypeVar("_Entry")
 
 def _pick(entries: tuple[_Entry, ...], rows: NDArray[np.int64]) -> tuple[_Entry, ...]:
     """Returns the entries of some rows; an empty column (nothing in any row) stays empty."""
-    return tuple(entries[row] for row in rows.tolist()) if entries else ()
+    return tuple(entries[int(row)] for row in rows) if entries else ()

@@ -1,0 +1,1 @@
+"""Kernels against their definitions, and the definitions against published values."""

@@ -1,0 +1,154 @@
+"""The CPU operations against their NumPy definitions."""
+
+import numpy as np
+import pytest
+import torch
+
+from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
+from stepahead.kernels.cpu.ops import CpuOps
+from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
+from stepahead.kernels.ops import AttentionShape, StepLayout
+from stepahead.kernels.reference.attention import paged_attention, write_kv
+from stepahead.kernels.reference.elementwise import rms_norm, silu_mul
+from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
+
+BLOCK_SIZE = 4
+HEAD_DIM = 8
+
+
+def shape_of(num_heads, num_kv_heads):
+    return AttentionShape(
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        rope=RopeConfig(head_dim=HEAD_DIM, theta=10_000.0),
+    )
+
+
+def layout_of(rows, block_tables):
+    """rows: (first position, tokens) for each block table."""
+    positions, slots = [], []
+    for (start, count), blocks in zip(rows, block_tables, strict=True):
+        for position in range(start, start + count):
+            positions.append(position)
+            slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+    width = max(len(blocks) for blocks in block_tables)
+    return StepLayout(
+        positions=np.array(positions, np.int64),
+        slot_mapping=np.array(slots, np.int64),
+        query_start_loc=np.cumsum([0, *(count for _, count in rows)]).astype(np.int32),
+        seq_lens=np.array([start + count for start, count in rows], np.int32),
+        block_tables=np.array([[*blocks, *[0] * (width - len(blocks))] for blocks in block_tables], np.int32),
+    )
+
+
+class Mirror:
+    """The reference cache, kept beside the fast one."""
+
+    def __init__(self, num_heads, num_kv_heads, num_blocks=64, dtype=torch.float32):
+        self.shape = shape_of(num_heads, num_kv_heads)
+        self.attention = PagedAttention(self.shape, CacheSize(num_blocks, BLOCK_SIZE, 256), dtype)
+        self.cache = np.zeros((num_blocks, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM), np.float32)
+        self.tables = rope_tables(self.shape.rope, 256)
+
+    def step(self, rows, block_tables, rng):
+        """Feeds random rows; returns the fast result and the reference's, tokens in layout order."""
+        layout = layout_of(rows, block_tables)
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        qkv = rng.normal(size=(len(layout.positions), heads + 2 * kv_heads, HEAD_DIM)).astype(np.float32)
+        prepared = self.attention.prepare(layout)
+        ordered = torch.from_numpy(qkv[prepared.token_order].reshape(len(qkv), -1)).to(self.attention._cache.dtype)
+        fast = np.empty((len(qkv), heads * HEAD_DIM), np.float32)
+        fast[prepared.token_order] = self.attention.attend(1, ordered, prepared).float().numpy()
+
+        turned = apply_rope(qkv[:, : heads + kv_heads], layout.positions, *self.tables)
+        write_kv(self.cache, turned[:, heads:], qkv[:, heads + kv_heads :], layout.slot_mapping)
+        expected = np.empty_like(fast)
+        for row, (begin, end) in enumerate(
+            zip(layout.query_start_loc[:-1], layout.query_start_loc[1:], strict=True)
+        ):
+            table, length = layout.block_tables[row], int(layout.seq_lens[row])
+            result = paged_attention(turned[begin:end, :heads], self.cache, table, length, self.shape.scale)
+            expected[begin:end] = result.reshape(end - begin, -1)
+        return fast, expected
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_mixed_rows_over_shuffled_blocks(num_heads, num_kv_heads):
+    rng = np.random.default_rng(5)
+    mirror = Mirror(num_heads, num_kv_heads)
+    blocks = rng.permutation(64).reshape(4, 16).tolist()
+    fed = [0, 0, 0, 0]
+    for counts in ([7, 1, 3, 12], [1, 5, 1, 1], [1, 1, 1, 1], [4, 1, 9, 1], [1, 1, 1, 20]):
+        rows = list(zip(fed, counts, strict=True))
+        order = rng.permutation(4)
+        fast, expected = mirror.step([rows[i] for i in order], [blocks[i] for i in order], rng)
+        np.testing.assert_allclose(fast, expected, atol=2e-6)
+        fed = [start + count for start, count in rows]
+
+
+def test_chunk_longer_than_a_tile():
+    rng = np.random.default_rng(6)
+    mirror = Mirror(2, 1)
+    tables = [list(range(63, 3, -1))]
+    for rows in ([(0, 5)], [(5, CHUNK_TILE + 77)]):
+        fast, expected = mirror.step(rows, tables, rng)
+        np.testing.assert_allclose(fast, expected, atol=2e-6)
+
+
+def test_bfloat16_is_near():
+    rng = np.random.default_rng(7)
+    mirror = Mirror(6, 2, dtype=torch.bfloat16)
+    fast, expected = mirror.step([(0, 9), (0, 1)], [[3, 9, 1], [4]], rng)
+    assert np.linalg.norm(fast - expected) / np.linalg.norm(expected) < 0.02
+
+
+def test_j10_stale_nan_of_a_former_owner_stays_out():
+    rng = np.random.default_rng(8)
+    mirror = Mirror(4, 2)
+    mirror.attention._cache.fill_(float("nan"))
+    mirror.attention._cache[:, -1] = 0  # the null block is nobody's: no step can have written to it
+    for rows, tables in (([(0, 5), (0, 1)], [[7, 8], [9]]), ([(5, 1), (1, 1)], [[7, 8], [9]])):
+        fast, expected = mirror.step(rows, tables, rng)
+        np.testing.assert_allclose(fast, expected, atol=2e-6)
+
+
+def test_copies_read_all_sources_first_then_zeroes_apply():
+    attention = Mirror(2, 1, num_blocks=6).attention
+    for block in range(6):
+        attention._cache[:, block] = block + 1
+    attention.change_blocks(((0, 1), (1, 2)), (4,))
+    assert [float(attention._cache[0, block].mean()) for block in range(6)] == [1, 1, 2, 4, 0, 6]
+
+
+def test_buckets_bound_their_padding():
+    counts = np.array([100, 99, 60, 59, 58, 3, 3, 2])
+    runs = cut_buckets(counts)
+    assert [row for first, end in runs for row in range(first, end)] == list(range(8))
+    for first, end in runs:
+        assert (counts[first] - counts[first:end]).sum() <= MAX_PADDED_BLOCKS
+    assert cut_buckets(np.array([5, 5, 5])) == [(0, 3)]
+    assert cut_buckets(np.array([], np.int64)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_and_elementwise(dtype):
+    rng = np.random.default_rng(9)
+    ops = CpuOps(shape_of(2, 1), dtype)
+    x, weight = rng.normal(size=(5, 32)).astype(np.float32), rng.normal(size=(48, 32)).astype(np.float32)
+    bias = rng.normal(size=48).astype(np.float32)
+    scale = rng.normal(size=32).astype(np.float32)
+    gate_up = rng.normal(size=(5, 64)).astype(np.float32)
+    tensors = [torch.from_numpy(array).to(dtype) for array in (x, scale, gate_up)]
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    for given_bias in (None, bias):
+        packed = ops.pack_linear(torch.from_numpy(weight), None if given_bias is None else torch.from_numpy(bias))
+        assert packed.out_features == 48
+        result = ops.linear(tensors[0], packed).float().numpy()
+        expected = x @ weight.T + (0 if given_bias is None else given_bias)
+        np.testing.assert_allclose(result, expected, **tolerance)
+    result = ops.rms_norm(tensors[0], tensors[1], 1e-5).float().numpy()
+    np.testing.assert_allclose(result, rms_norm(x, scale, 1e-5), **tolerance)
+    np.testing.assert_allclose(ops.silu_mul(tensors[2]).float().numpy(), silu_mul(gate_up), **tolerance)

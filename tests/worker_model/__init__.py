@@ -1,0 +1,1 @@
+"""Models and toys, driven through the runner seam."""
