@@ -8,6 +8,7 @@ import os
 import sys
 
 import click
+import uvloop
 
 from stepahead.scheduler.server import serve
 from stepahead.scheduler.settings import from_options, options
@@ -21,7 +22,8 @@ def main(**values: object) -> None:
     settings = from_options(values)
     configure_logs(settings.log_format)
     try:
-        asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
     except OSError as error:
         message = f"{error}; choose another --listen or stop the other server"
         if settings.announce_fd is not None:

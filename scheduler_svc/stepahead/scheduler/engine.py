@@ -255,6 +255,10 @@ class Engine:
             live = self.requests[entry.key]
             if entry.first_time:
                 live.times.admitted_ns = now_ns()
+                for subscription in live.subscriptions:
+                    if subscription.dirty is not None:
+                        subscription.dirty[subscription] = None
+                    self.budget.request(subscription.writer)
         return {entry.lane_id for entry in admitted}
 
     def _note_preempted(self, preempted: tuple[Preempted, ...]) -> None:

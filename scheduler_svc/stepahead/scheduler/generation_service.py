@@ -24,26 +24,41 @@ GenerateContext = grpc.aio.ServicerContext[generation_pb2.GenerateRequest, gener
 class _GenerateStream:
     """The writer of one Generate call: woken by the budget, one message per turn."""
 
-    __slots__ = ("_turn", "queued", "woken")
+    __slots__ = ("_keepalive_s", "_last_turn", "_loop", "_timer", "_turn", "queued", "silent", "woken")
 
-    def __init__(self) -> None:
+    def __init__(self, keepalive_s: float) -> None:
         self.queued = False
         self.woken = False
+        self.silent = False
+        """Whether the stream was woken because it has been silent for too long."""
         self._turn = asyncio.Event()
+        self._keepalive_s = keepalive_s
+        self._loop = asyncio.get_running_loop()
+        self._last_turn = self._loop.time()
+        self._timer = self._loop.call_later(keepalive_s, self._tick)
 
     def wake(self) -> None:
         self._turn.set()
 
-    async def turn(self, timeout_s: float) -> bool:
-        """Waits for the next turn; False if nothing happened for `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._turn.wait()
-        except TimeoutError:
-            return False
+    async def turn(self) -> None:
+        """Waits for the next turn."""
+        await self._turn.wait()
         self._turn.clear()
         self.woken = False
-        return True
+        self._last_turn = self._loop.time()
+
+    def _tick(self) -> None:
+        """One timer for the stream's life, moved when it fires: a timer per message would cost as much as one."""
+        due_in = self._last_turn + self._keepalive_s - self._loop.time()
+        if due_in <= 0:
+            self.silent = True
+            self._turn.set()
+            due_in = self._keepalive_s
+        self._timer = self._loop.call_later(due_in, self._tick)
+
+    def close(self) -> None:
+        """No more turns."""
+        self._timer.cancel()
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -61,14 +76,17 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _generate(self, request: generation_pb2.GenerateRequest, context: GenerateContext) -> None:
         remaining = cast("float | None", context.time_remaining())
         live = await self._front_end.accept(request, time_remaining_s=remaining)
-        stream = _GenerateStream()
+        stream = _GenerateStream(self._front_end.settings.keepalive_s)
         subscription = Subscription(live, stream)
-        stream.wake()
+        budget = self._front_end.engine.budget
+        budget.request(stream)
+        budget.pump()
         try:
             await context.send_initial_metadata(())
             await self._pump(subscription, stream, context)
         finally:
             # Also the way out when the client is gone: CancelledError at one of the awaits above.
+            stream.close()
             subscription.close()
             self._front_end.release(live)
 
@@ -76,12 +94,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         live = subscription.live
         done = False
         while not done:
-            if not await stream.turn(self._front_end.settings.keepalive_s):
-                await context.write(_keepalive(live))
-                continue
+            await stream.turn()
             events, done = self._take(subscription)
             if events:
                 await context.write(generation_pb2.GenerateResponse(events=events))
+            elif stream.silent:
+                await context.write(_keepalive(live))
+            stream.silent = False
         if live.error is not None:
             raise live.error
 

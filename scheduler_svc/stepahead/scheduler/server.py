@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -117,6 +118,7 @@ class Server:
             await self._publish_health()
             if self.cluster.is_ready and not self._announced_ready:
                 self._announced_ready = True
+                _calm_collector()
                 model = self.cluster.require_model()
                 self._announce({"event": "ready", "model": model.name, "workers": len(self.engine.links)})
                 log.info("ready", model=model.name, num_workers=len(self.engine.links))
@@ -136,6 +138,13 @@ class Server:
             # A supervisor that is gone must not stop the server.
             with contextlib.suppress(OSError):
                 os.write(announce_fd, (json.dumps(event) + "\n").encode())
+
+
+def _calm_collector() -> None:
+    """Keeps full collections out of the step loop: what exists now lives for ever, and garbage is seldom cyclic."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 async def serve(settings: Settings) -> None:

@@ -24,7 +24,7 @@ class Settings:
     settle_prompts_in_place: bool = False
     max_waiting_requests: int = 4096
     default_max_tokens: int = 1024
-    messages_per_second: int = 6000
+    messages_per_second: int = 4000
     """Budget of stream messages: each costs some 30 us of the loop that also plans steps."""
     drain_timeout_s: float = 30.0
     lane_wait_s: float = 120.0
@@ -74,7 +74,7 @@ def options(function: FunctionT) -> FunctionT:
             ),
             _option("--max-waiting-requests", type=click.IntRange(1), default=4096, help="Queue bound."),
             _option("--default-max-tokens", type=click.IntRange(1), default=1024, help="If a request has none."),
-            _option("--messages-per-second", type=click.IntRange(100), default=6000, help="Stream budget."),
+            _option("--messages-per-second", type=click.IntRange(100), default=4000, help="Stream budget."),
             _option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="Seconds."),
             _option("--lane-wait", type=click.FloatRange(0), default=120.0, help="Seconds without a worker."),
             _option("--max-step", type=click.FloatRange(0.1), default=120.0, help="Seconds a step may run."),
