@@ -132,7 +132,7 @@ async def test_an_ended_row_is_skipped_without_error_and_can_be_fed_again() -> N
         await scheduler.plans(plan(4, rows=[(0, 2, 1, True)], decode=1, gate_wait_ns=A_MINUTE_NS))
         await scheduler.send(gate=gate(4, 2))
         again = (await scheduler.boundary()).completion
-        assert list(again.token_ids)[0] == 18
+        assert again.token_ids[0] == 18
         assert [(position, token) for slot, position, token in runner.fed if slot == 0] == [
             (0, 1), (1, 2), (2, 18), (2, 18),
         ]  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from stepahead.worker.errors import ModelError
 from stepahead.worker.runner import (
     LAST_SAMPLE,
     NO_POSITION,
@@ -181,3 +182,16 @@ class BrokenRunner(FakeRunner):
         if batch.step_id == self._step_id:
             raise self._error()
         super().forward(batch)
+
+
+class StuckLoad(FakeRunner):
+    """Never finishes loading."""
+
+    def load(self, progress: ProgressCallback) -> ModelFacts:
+        threading.Event().wait()
+        return super().load(progress)
+
+
+def make_unloadable() -> FakeRunner:
+    """Fails as a runner does that finds no model."""
+    raise ModelError("no such model: give a folder")

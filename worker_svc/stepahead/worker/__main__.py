@@ -59,7 +59,7 @@ async def _serve(settings: WorkerSettings) -> tuple[int, bool]:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stop.set)
+        loop.add_signal_handler(signal_number, _on_signal, signal_number, stop)
     stopped = loop.create_task(stop.wait())
     exit_code = 0
     try:
@@ -84,6 +84,11 @@ async def _serve(settings: WorkerSettings) -> tuple[int, bool]:
         exit_code = EXIT_LOAD_FAILED
     stopped.cancel()
     return exit_code, await server.close()
+
+
+def _on_signal(signal_number: signal.Signals, stop: asyncio.Event) -> None:
+    log.info("worker_stopping", signal=signal_number.name)
+    stop.set()
 
 
 def _make_runner(settings: WorkerSettings) -> Runner:

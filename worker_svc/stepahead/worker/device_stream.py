@@ -13,7 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 ErrorHandler = Callable[[Exception], None]
 
 

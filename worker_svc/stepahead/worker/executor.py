@@ -29,6 +29,9 @@ log = structlog.stdlib.get_logger()
 
 Pong = worker_pb2.Pong
 
+MAX_WAIT_S = 3600.0
+"""Peers choose bounds freely; the platform's clock cannot wait for centuries."""
+
 
 class Executor:
     """The host thread.
@@ -100,14 +103,16 @@ class Executor:
         epoch = self._epoch
         deadlines = [] if epoch is None else [epoch.round.deadline_ns(), self._step_deadline_ns()]
         deadline_ns = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        launched = self._device.oldest_launched
         if deadline_ns is not None:
             timeout_s = max(deadline_ns - time.monotonic_ns(), 0) / 1e9
+        elif launched is not None:
+            # It may start without an event here, so the watchdog looks up now and then.
+            timeout_s = launched.max_step_ns / 2e9
         else:
-            # A launched step may start without an event here, so the watchdog looks up now and then.
-            launched = self._device.oldest_launched
-            timeout_s = None if launched is None else launched.max_step_ns / 2e9
+            timeout_s = MAX_WAIT_S
         try:
-            return self._inbox.get(timeout=timeout_s)
+            return self._inbox.get(timeout=min(timeout_s, MAX_WAIT_S))
         except Empty:
             return None
 
