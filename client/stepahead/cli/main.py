@@ -30,6 +30,7 @@ class RootGroup(LazyGroup):
         "chat": "stepahead.cli.chat:chat",
         "status": "stepahead.cli.status:status",
         "lab": "stepahead.cli.lab:lab",
+        "bench": "stepahead.cli.bench:bench",
         "scheduler": "stepahead.cli.services:scheduler",
         "worker": "stepahead.cli.services:worker",
         "demo": "stepahead.cli.demo:demo",

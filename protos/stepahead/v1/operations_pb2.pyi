@@ -612,6 +612,8 @@ class StepRecord(_message.Message):
     GAP_NS_FIELD_NUMBER: _builtins.int
     BUSY_NS_FIELD_NUMBER: _builtins.int
     BOUNDARY_TO_PLAN_NS_FIELD_NUMBER: _builtins.int
+    WORK_WAITED_FIELD_NUMBER: _builtins.int
+    SAMPLE_WAIT_NS_FIELD_NUMBER: _builtins.int
     completed_step_id: _builtins.int
     """The step that ended."""
     running_step_id: _builtins.int
@@ -627,7 +629,11 @@ class StepRecord(_message.Message):
     busy_ns: _builtins.int
     """Forward and sampling, nanoseconds."""
     boundary_to_plan_ns: _builtins.int
-    """Boundary read to next plan handed to the transport, nanoseconds."""
+    """Boundary read to next plan handed to the transport, nanoseconds; 0: no plan followed."""
+    work_waited: _builtins.bool
+    """Whether the step could have been sent before its predecessor ended; else the gap is nobody's fault."""
+    sample_wait_ns: _builtins.int
+    """Device idle between forward and sampling, nanoseconds."""
     def __init__(
         self,
         *,
@@ -639,10 +645,12 @@ class StepRecord(_message.Message):
         gap_ns: _builtins.int = ...,
         busy_ns: _builtins.int = ...,
         boundary_to_plan_ns: _builtins.int = ...,
+        work_waited: _builtins.bool = ...,
+        sample_wait_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary_to_plan_ns", b"boundary_to_plan_ns", "busy_ns", b"busy_ns", "committed_tokens", b"committed_tokens", "completed_step_id", b"completed_step_id", "gap_ns", b"gap_ns", "rows", b"rows", "running_step_id", b"running_step_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary_to_plan_ns", b"boundary_to_plan_ns", "busy_ns", b"busy_ns", "committed_tokens", b"committed_tokens", "completed_step_id", b"completed_step_id", "gap_ns", b"gap_ns", "rows", b"rows", "running_step_id", b"running_step_id", "sample_wait_ns", b"sample_wait_ns", "tokens", b"tokens", "work_waited", b"work_waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,20 @@ from typing_extensions import override
 
 DOMAIN = "stepahead"
 
+# A status travels in HTTP/2 headers, which peers cut off at 8 KiB: one that does not fit is lost as a whole.
+MAX_TEXT_BYTES = 800
+MAX_DESCRIPTION_BYTES = 200
+MAX_VIOLATIONS_BYTES = 2048
+"""Of all violations of one request together."""
+
+
+def clip(text: str, max_bytes: int) -> str:
+    """The beginning of a text, at most `max_bytes` of UTF-8."""
+    encoded = text.encode()
+    if len(encoded) <= max_bytes:
+        return text
+    return encoded[: max_bytes - 3].decode(errors="ignore") + "..."
+
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
@@ -43,6 +57,7 @@ class ApiError(Exception):
     reason = "INTERNAL"
 
     def __init__(self, text: str, *, metadata: Mapping[str, str] | None = None) -> None:
+        text = clip(text, MAX_TEXT_BYTES)
         super().__init__(text)
         self.text = text
         self.metadata = dict(metadata or {})
@@ -62,17 +77,25 @@ class ApiError(Exception):
 
 
 class InvalidRequest(ApiError):
-    """One or more fields are wrong."""
+    """One or more fields are wrong; as many of them are named as fit a status."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     reason = "INVALID_REQUEST"
 
     def __init__(self, violations: list[FieldViolation], *, metadata: Mapping[str, str] | None = None) -> None:
-        super().__init__(
-            "; ".join(f"{violation.field}: {violation.description}" for violation in violations),
-            metadata=metadata,
-        )
-        self.violations = violations
+        named: list[FieldViolation] = []
+        size = 0
+        for violation in violations:
+            description = clip(violation.description, MAX_DESCRIPTION_BYTES)
+            size += len(violation.field) + len(description.encode())
+            if named and size > MAX_VIOLATIONS_BYTES:
+                break
+            named.append(FieldViolation(violation.field, description))
+        text = "; ".join(f"{violation.field}: {violation.description}" for violation in named)
+        if len(named) < len(violations):
+            text = f"{len(violations)} faults: {text}"
+        super().__init__(text, metadata=metadata)
+        self.violations = named
 
     @override
     def details(self) -> list[message.Message]:
@@ -95,7 +118,7 @@ class NotFound(ApiError):
     def __init__(self, kind: str, name: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-        self.name = name
+        self.name = clip(name, MAX_DESCRIPTION_BYTES)
 
     @override
     def details(self) -> list[message.Message]:

@@ -22,6 +22,7 @@ class StepRecord:
     num_committed_tokens: int
     gap_ns: int
     busy_ns: int
+    sample_wait_ns: int
     boundary_to_plan_ns: int
     work_waited: bool
     """Whether the step could have been there before its predecessor ended; else its gap is nobody's fault."""
@@ -54,7 +55,7 @@ class StepStats:
         self.busy_ns += record.busy_ns
         if record.work_waited:
             # Waiting between forward and sampling is idle device time too, if nobody asked for it.
-            self.idle_ns += record.gap_ns + boundary.completion.timings.sample_wait_ns
+            self.idle_ns += record.gap_ns + record.sample_wait_ns
 
     def to_proto(self) -> operations_pb2.StepStats:
         """As status shows it; the lane's ids are the caller's."""
@@ -86,6 +87,8 @@ class StepStats:
                 gap_ns=record.gap_ns,
                 busy_ns=record.busy_ns,
                 boundary_to_plan_ns=record.boundary_to_plan_ns,
+                work_waited=record.work_waited,
+                sample_wait_ns=record.sample_wait_ns,
             )
             for record in newest
         ]

@@ -144,6 +144,7 @@ class WorkerLink:
             num_committed_tokens=len(outcome.token_ids),
             gap_ns=boundary.gap_ns,
             busy_ns=timings.forward_ns + timings.sample_ns,
+            sample_wait_ns=timings.sample_wait_ns,
             boundary_to_plan_ns=plan_ns,
             work_waited=step_id not in self._fresh_starts,
         )

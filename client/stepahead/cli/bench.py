@@ -1,0 +1,19 @@
+"""`stepahead bench`: measurements, as ratios taken side by side in one run."""
+
+from typing import ClassVar
+
+import click
+
+from stepahead.cli.lazy_group import LazyGroup
+from stepahead.cli.options import CONTEXT_SETTINGS
+
+
+class BenchGroup(LazyGroup):
+    """The measurements."""
+
+    table: ClassVar = {"overlap": "stepahead.cli.bench_overlap:overlap"}
+
+
+@click.group(cls=BenchGroup, context_settings=CONTEXT_SETTINGS)
+def bench() -> None:
+    """Measures this installation on this machine."""
