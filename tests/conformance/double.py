@@ -103,7 +103,7 @@ class Scheduler:
             "overlap_depth": 1,
             "stream_generation": 1,
         }
-        await self.send(open=worker_pb2.OpenSession(**(defaults | fields)))
+        await self.send_late(open=worker_pb2.OpenSession(**(defaults | fields)))  # it may be refused unread
 
     async def plans(self, *plans: worker_pb2.StepPlan) -> None:
         """Sends plans, one after another."""
