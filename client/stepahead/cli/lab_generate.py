@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stepahead.cli.failures import EXIT_FAILURE
 from stepahead.cli.local_services import passing_log_dir, require_extras
@@ -80,7 +81,7 @@ def generate(*, verbose: bool) -> None:
     require_extras("scheduler", "worker")
     with passing_log_dir(verbose=verbose) as log_dir:
         outcomes = asyncio.run(_run_cases(log_dir))
-    Console().print(_outcome_table(outcomes))
+    _show(outcomes)
     if not all(case.agrees_with(completion) for case, completion in outcomes):
         click.echo("error: an answer differs from the table's", err=True)
         raise SystemExit(EXIT_FAILURE)
@@ -101,19 +102,20 @@ async def _run_cases(log_dir: Path | None) -> list[tuple[Case, Completion]]:
     return outcomes
 
 
-def _outcome_table(outcomes: Sequence[tuple[Case, Completion]]) -> Table:
-    table = Table(title="prompt <start>, always the word with the highest score", show_lines=True)
-    table.add_column("limit", justify="right")
-    for name in ("the words, one per step", "text", "ended by", "what it shows"):
-        table.add_column(name, overflow="fold")
-    table.add_column("as on paper")
+def _show(outcomes: Sequence[tuple[Case, Completion]]) -> None:
+    console = Console(highlight=False)
+    console.print("Prompt <start>; each step takes the word with the highest score.\n", style="bold")
     for case, completion in outcomes:
-        table.add_row(
-            str(case.limit),
-            " > ".join(WORDS[token_id] for token_id in (0, *completion.token_ids)),
-            completion.text,
-            "end token" if completion.finish_reason is FinishReason.STOP else completion.finish_reason.value,
-            case.rule,
-            "yes" if case.agrees_with(completion) else "NO",
-        )
-    return table
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim")
+        rows.add_column(overflow="fold")
+        words = " > ".join(WORDS[token_id] for token_id in (0, *completion.token_ids))
+        stopped = completion.finish_reason is FinishReason.STOP
+        rows.add_row("limit", f"{case.limit} tokens")
+        rows.add_row("words", Text(words))
+        rows.add_row("text", Text(completion.text, style="bold"))
+        rows.add_row("ended by", "the end token" if stopped else f"the {completion.finish_reason.value} limit")
+        rows.add_row("shows", case.rule)
+        rows.add_row("on paper", "the same" if case.agrees_with(completion) else "SOMETHING ELSE")
+        console.print(rows)
+        console.print()
