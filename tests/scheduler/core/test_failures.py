@@ -232,6 +232,28 @@ def test_a_failed_step_is_the_fence_of_what_it_named() -> None:
     assert len(driver.free_blocks()) == 16
 
 
+@pytest.mark.xfail(strict=True, reason="core: it plans behind a step that must fail, so that this plan fails too")
+def test_a_failure_is_not_handed_on_for_ever() -> None:
+    """O8, O3, protocol semantics 6: one failed step, two requests in alternate steps, a busy step loop.
+
+    A plan whose committed_through is below a failed step fails too. Planned behind a doomed step, every plan is.
+    """
+    driver = Driver.of(max_num_seqs=2, max_num_batched_tokens=2)
+    driver.add(1, 2, max_tokens=1)
+    driver.add(2, 2, max_tokens=1)
+    newest_failed = 0
+    for _ in range(20):
+        while (plan := driver.plan()) is not None:
+            if plan.step_id == 1 or plan.committed_through < newest_failed:
+                newest_failed = plan.step_id
+        oldest, rows = driver.books[LANE].steps[0]
+        if oldest.committed_through < newest_failed and oldest.step_id <= newest_failed:
+            driver.fail()
+        elif driver.commit(*[10] * len(rows)).finished:
+            return
+    raise AssertionError("every step failed because the one before it did")
+
+
 @pytest.mark.parametrize("step_id", [0, 2, 3])
 def test_only_the_oldest_step_in_flight_may_fail(step_id: int) -> None:
     """B2: a failure out of order is a contradiction."""

@@ -238,6 +238,19 @@ def test_no_more_rows_wait_than_blocks_return() -> None:
     assert driver.must_plan().append_slots == (1,)
 
 
+@pytest.mark.xfail(strict=True, reason="core: plan admits before it makes room for those who run")
+def test_nobody_is_admitted_and_preempted_by_the_same_call() -> None:
+    """E8: two rows cross into new blocks while a newcomer takes all but one of the free ones."""
+    driver = Driver.of(overlap_depth=0, num_blocks=5, max_model_len=20)
+    driver.add(1, 4, max_tokens=9)
+    driver.add(2, 4, max_tokens=9)
+    driver.must_plan()
+    driver.commit(10, 20)
+    driver.add(3, 8, max_tokens=2)
+    driver.must_plan()
+    assert not {e.key for e in driver.outcome.admitted} & {e.key for e in driver.outcome.preempted}
+
+
 # ------------------------------------------------------------------------------------------------ lost lanes
 
 
