@@ -39,6 +39,7 @@ VARIANTS = {
     "llama-rope-llama3": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
     "llama-rope-linear": ("Llama", {"num_key_value_heads": 2, "rope_parameters": LINEAR}),
     "llama-rope-yarn": ("Llama", {"num_key_value_heads": 2, "rope_parameters": YARN}),
+    "llama-blocks": ("Llama", {"num_key_value_heads": 2, "intermediate_size": 64}),
     "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),

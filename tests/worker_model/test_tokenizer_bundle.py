@@ -1,0 +1,137 @@
+"""Tokenizer bundles: what is in them, and that the same model gives the same bytes."""
+
+import io
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import tokenizers
+
+from stepahead.worker.errors import ModelError
+from stepahead.worker.model.bundle import BundleFields, write_bundle
+from stepahead.worker.model.registry import make_runner
+from stepahead.worker.model.tokenizer_bundle import split_digits
+from tests.worker_model.test_gguf import write_gguf
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+def unpacked(bundle):
+    archive = zipfile.ZipFile(io.BytesIO(bundle))
+    members = {name: archive.read(name).decode() for name in archive.namelist()}
+    return members, json.loads(members["bundle.json"])
+
+
+def byte_level_tokenizer(add_bos):
+    """A byte-level BPE over single bytes and three special tokens."""
+    specials = ["<unk>", "<s>", "</s>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if add_bos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+@pytest.fixture
+def directory(tiny, tmp_path):
+    """Returns a function that saves a tiny model with a tokenizer."""
+    import transformers
+
+    def save(*, add_bos=False, template=None, generation=None):
+        tiny("llama-mha").model.save_pretrained(tmp_path)
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=byte_level_tokenizer(add_bos), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        )
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9], **(generation or {})}))
+        return tmp_path
+
+    return save
+
+
+def bundle_of(path):
+    return make_runner(str(path), threads=1).load(lambda *call: None).tokenizer_bundle
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_directory_bundle(directory, add_bos):
+    generation = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "top_k": None}
+    bundle = bundle_of(directory(add_bos=add_bos, template=TEMPLATE, generation=generation))
+    members, fields = unpacked(bundle)
+    assert fields == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": None,
+        "bos_token_id": 1,
+        "eos_token_ids": [2, 9],
+        "add_bos_token": add_bos,
+        "generation_defaults": {"temperature": 0.6, "top_p": 0.9},
+    }
+    assert members["chat_template.jinja"] == TEMPLATE
+    tokenizer = tokenizers.Tokenizer.from_str(members["tokenizer.json"])
+    ids = tokenizer.encode("grüße 12").ids
+    assert (ids[0] == 1) == add_bos
+    assert tokenizer.decode(ids) == "grüße 12"
+
+
+def test_no_template_no_member(directory):
+    assert sorted(unpacked(bundle_of(directory()))[0]) == ["bundle.json", "tokenizer.json"]
+
+
+def test_bytes_are_deterministic(directory):
+    path = directory(template=TEMPLATE)
+    assert bundle_of(path) == bundle_of(path)
+    fields = BundleFields(eos_token_ids=(1,))
+    assert write_bundle("{}", fields, "x") == write_bundle("{}", fields, "x")
+
+
+def test_broken_tokenizer_is_a_model_error(directory):
+    path = directory()
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
+    with pytest.raises(ModelError, match="tokenizer of"):
+        bundle_of(path)
+
+
+def test_gguf_bundle_splits_digits_for_smollm(tiny, tmp_path):
+    vocabulary = byte_level_tokenizer(add_bos=False).get_vocab()
+    tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), "12", "Ġ1"]
+    extra = [
+        ("add_tokenizer_model", "gpt2"),
+        ("add_tokenizer_pre", "smollm"),
+        ("add_token_list", tokens),
+        ("add_token_types", [3] * 3 + [1] * (len(tokens) - 3)),
+        ("add_token_merges", ["1 2", "Ġ 1"]),
+        ("add_unk_token_id", 0),
+        ("add_add_bos_token", False),
+        ("add_chat_template", TEMPLATE),
+    ]
+    members, fields = unpacked(
+        bundle_of(write_gguf(tmp_path / "tiny.gguf", tiny("llama-mha"), "llama", extra=extra))
+    )
+    assert (fields["bos_token"], fields["eos_token"], fields["eos_token_ids"]) == ("<s>", "</s>", [2])
+    assert members["chat_template.jinja"] == TEMPLATE
+    tokenizer = tokenizers.Tokenizer.from_str(members["tokenizer.json"])
+    assert "12" not in tokenizer.encode("a 12", add_special_tokens=False).tokens
+    assert tokenizer.decode(tokenizer.encode("a 12 é").ids) == "a 12 é"
+
+
+def test_split_digits_leaves_other_pre_tokenizers():
+    other = json.dumps({"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}})
+    assert json.loads(split_digits(other)) == json.loads(other)
+
+
+def test_a_toy_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys; from stepahead.worker.model.registry import make_runner; "
+        "make_runner('toy:tagged').load(lambda *call: None); "
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
