@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from stepahead.scheduler.settings import Settings
 from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 from stepahead.worker.announce import Announcer
 from stepahead.worker.model.registry import make_runner
+from stepahead.worker.runner import Runner, StepBatch
 from stepahead.worker.server import WorkerServer
 from stepahead.worker.settings import WorkerSettings
 
@@ -52,11 +54,23 @@ def worker_settings(model: str, **fields: Any) -> WorkerSettings:
     return WorkerSettings(**(defaults | fields))
 
 
+def slowed(runner: Runner, step_s: float) -> Runner:
+    """The same runner with forwards that take longer, so that a test can act while a step runs."""
+    forward = runner.forward
+
+    def slow_forward(batch: StepBatch) -> None:
+        forward(batch)
+        time.sleep(step_s)
+
+    runner.forward = slow_forward  # pyright: ignore[reportAttributeAccessIssue]
+    return runner
+
+
 @asynccontextmanager
-async def serve_worker(model: str, **fields: Any) -> AsyncIterator[WorkerServer]:
+async def serve_worker(model: str, *, step_s: float = 0.0, **fields: Any) -> AsyncIterator[WorkerServer]:
     """A loaded worker with a toy model."""
     settings = worker_settings(model, **fields)
-    server = WorkerServer(settings, lambda: make_runner(model), Announcer(None))
+    server = WorkerServer(settings, lambda: slowed(make_runner(model), step_s), Announcer(None))
     await server.listen()
     try:
         await server.load()
@@ -253,25 +267,40 @@ def request(prompt: Sequence[int] | str = (1, 2, 3), max_tokens: int | None = 8,
     return generation_pb2.GenerateRequest(**whole)
 
 
+async def read(call: Any) -> Any:
+    """The next message; None at the end, whatever it is.
+
+    grpc.aio tells a CANCELLED status as the reader's own cancellation.
+    """
+    try:
+        response = await call.read()
+    except grpc.aio.AioRpcError:
+        return None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return None
+    return None if response is grpc.aio.EOF else response
+
+
 async def fold(call: Any, answer: Answer | None = None) -> Answer:
     """Reads a Generate stream to its end."""
     answer = answer or Answer()
-    try:
-        async for response in call:
-            for event in response.events:
-                answer.add(event)
-    except grpc.aio.AioRpcError as error:
-        answer.code = error.code()
-        answer.message = error.details() or ""
-        answer.details = details_of(error.trailing_metadata())
+    while (response := await read(call)) is not None:
+        for event in response.events:
+            answer.add(event)
+    answer.code = await call.code()
+    answer.message = await call.details() or ""
+    answer.details = details_of(await call.trailing_metadata())
     return answer
 
 
 async def read_events(call: Any, wanted: str, answer: Answer, count: int = 1) -> None:
     """Reads a stream until it has said `count` events of a kind."""
     while count > 0:
-        response = await call.read()
-        assert response is not grpc.aio.EOF, "ended early"
+        response = await read(call)
+        assert response is not None, f"ended early: {await call.code()} {await call.details()}"
         for event in response.events:
             answer.add(event)
             count -= event.WhichOneof("kind") == wanted
