@@ -24,7 +24,7 @@ GenerateContext = grpc.aio.ServicerContext[generation_pb2.GenerateRequest, gener
 class _GenerateStream:
     """The writer of one Generate call: woken by the budget, one message per turn."""
 
-    __slots__ = ("_keepalive_s", "_last_turn", "_loop", "_timer", "_turn", "queued", "silent", "woken")
+    __slots__ = ("_keepalive_s", "_last_write", "_loop", "_timer", "_turn", "queued", "silent", "woken")
 
     def __init__(self, keepalive_s: float) -> None:
         self.queued = False
@@ -34,7 +34,7 @@ class _GenerateStream:
         self._turn = asyncio.Event()
         self._keepalive_s = keepalive_s
         self._loop = asyncio.get_running_loop()
-        self._last_turn = self._loop.time()
+        self._last_write = self._loop.time()
         self._timer = self._loop.call_later(keepalive_s, self._tick)
 
     def wake(self) -> None:
@@ -45,11 +45,15 @@ class _GenerateStream:
         await self._turn.wait()
         self._turn.clear()
         self.woken = False
-        self._last_turn = self._loop.time()
+
+    def note_written(self) -> None:
+        """The stream has spoken. A turn without news (text held back, one delta at the end) is silence too."""
+        self.silent = False
+        self._last_write = self._loop.time()
 
     def _tick(self) -> None:
         """One timer for the stream's life, moved when it fires: a timer per message would cost as much as one."""
-        due_in = self._last_turn + self._keepalive_s - self._loop.time()
+        due_in = self._last_write + self._keepalive_s - self._loop.time()
         if due_in <= 0:
             self.silent = True
             self._turn.set()
@@ -96,11 +100,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         while not done:
             await stream.turn()
             events, done = self._take(subscription)
+            if not events and stream.silent:
+                events = [_keepalive(live)]
             if events:
                 await context.write(generation_pb2.GenerateResponse(events=events))
-            elif stream.silent:
-                await context.write(_keepalive(live))
-            stream.silent = False
+                stream.note_written()
         if live.error is not None:
             raise live.error
 
@@ -148,6 +152,5 @@ async def _not_served(name: str) -> None:
     raise NotServed(f"{name} is not served yet")
 
 
-def _keepalive(live: LiveRequest) -> generation_pb2.GenerateResponse:
-    event = generation_pb2.GenerationEvent(keepalive=generation_pb2.Keepalive(phase=live.phase))
-    return generation_pb2.GenerateResponse(events=[event])
+def _keepalive(live: LiveRequest) -> generation_pb2.GenerationEvent:
+    return generation_pb2.GenerationEvent(keepalive=generation_pb2.Keepalive(phase=live.phase))

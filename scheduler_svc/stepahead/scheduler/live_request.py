@@ -162,11 +162,10 @@ class Subscription:
         if fresh is None:
             return None
         token_ids = fresh.token_ids if accepted.want_token_ids else ()
-        if not token_ids and not fresh.text:
+        text = fresh.text if accepted.want_text else ""  # stop strings make text that nobody asked for
+        if not token_ids and not text:
             return None
-        return generation_pb2.TokenDelta(
-            first_token_index=fresh.first_token_index, token_ids=token_ids, text=fresh.text
-        )
+        return generation_pb2.TokenDelta(first_token_index=fresh.first_token_index, token_ids=token_ids, text=text)
 
 
 def now_ns() -> int:

@@ -223,8 +223,9 @@ def _check_output(output: generation_pb2.OutputParams, model: ServedModel, viola
     violations.check(
         not output.text or model.codec is not None, "output.text", "the model has no tokenizer: no text"
     )
-    nothing = output.HasField("text") and not output.text and output.HasField("token_ids") and not output.token_ids
-    violations.check(not nothing, "output", "neither text nor token ids are wanted")
+    no_text = model.codec is None or (output.HasField("text") and not output.text)
+    no_token_ids = output.HasField("token_ids") and not output.token_ids
+    violations.check(not (no_text and no_token_ids), "output", "neither text nor token ids can be delivered")
     violations.check(output.delivery in (0, 1, 2), "output.delivery", f"unknown value {output.delivery}")
 
 
