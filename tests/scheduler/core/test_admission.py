@@ -53,7 +53,6 @@ def test_one_cache_position_too_few_is_refused() -> None:
     assert too_small.is_idle
 
 
-@pytest.mark.xfail(strict=True, reason="core: the message quotes the clipped need, less than what there is")
 @pytest.mark.parametrize("prompt", [32, 320])
 def test_the_refusal_of_a_long_prompt_says_why(prompt: int) -> None:
     """V2, BL-22: both numbers, and the need is the larger one."""
@@ -226,9 +225,6 @@ def test_nobody_passes_a_request_that_was_passed_often_enough() -> None:
     assert driver.sequence(2).times_passed == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="core: the limit is looked at only when the head is visited, so one pass overshoots it"
-)
 def test_one_admission_pass_respects_max_times_passed() -> None:
     """O8: "how often others may pass a blocked request" also holds for several newcomers in one call."""
     driver = full_lane(policy={"max_times_passed": 1}, num_small=3)

@@ -123,7 +123,6 @@ def test_overrun_in_a_step_with_chunks() -> None:
     assert (outcome.keys, outcome.num_overrun_rows, outcome.num_rows) == ([], 1, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="core: a row that returns from finishing finds its place given away")
 def test_a_returning_last_output_goes_before_a_newcomer() -> None:
     """G6, O8: the older request needs one more row; the newcomer in its place must not run to its end first."""
     driver = Driver.of(max_num_seqs=1, num_slots=2)
@@ -140,7 +139,6 @@ def test_a_returning_last_output_goes_before_a_newcomer() -> None:
     raise AssertionError("request 1 waits for the whole of request 2")
 
 
-@pytest.mark.xfail(strict=True, reason="core: rows that return from finishing are not counted against max_num_seqs")
 def test_rows_that_return_from_finishing_respect_the_row_limit() -> None:
     """M3: two last outputs fail after two newcomers took their places; later a sitting-out row lets both in."""
     driver = Driver.of(max_num_seqs=2, num_slots=4, num_blocks=6, max_model_len=20, max_num_batched_tokens=8)
@@ -232,7 +230,6 @@ def test_a_failed_step_is_the_fence_of_what_it_named() -> None:
     assert len(driver.free_blocks()) == 16
 
 
-@pytest.mark.xfail(strict=True, reason="core: it plans behind a step that must fail, so that this plan fails too")
 def test_a_failure_is_not_handed_on_for_ever() -> None:
     """O8, O3, protocol semantics 6: one failed step, two requests in alternate steps, a busy step loop.
 
@@ -332,9 +329,6 @@ def test_a_result_that_does_not_belong_changes_nothing(name: str) -> None:
     assert driver.commit(50).keys == [2]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="core: token_counts are not checked against the rows before the step is popped"
-)
 @pytest.mark.parametrize("name", LATE_MISMATCHES)
 def test_counts_that_contradict_the_rows_change_nothing(name: str) -> None:
     """B4: commit_step promises that nothing changed when it raises StepMismatch."""

@@ -28,22 +28,35 @@ def commit_step(lane: Lane, result: StepResult, finish: Finish) -> CommitOutcome
         raise StepMismatch(f"result of step {result.step_id}, oldest in flight is {expected}")
     if step.incarnations != result.incarnations:
         raise StepMismatch(f"result of step {result.step_id} names other rows than the plan")
-    counts = result.token_counts
-    if len(result.token_ids) != (len(step.incarnations) if counts is None else sum(counts)):
-        raise StepMismatch(f"result of step {result.step_id} has {len(result.token_ids)} tokens")
-    if counts is None and not all(samples for _, _, samples in step.explicit_rows):
-        raise StepMismatch(f"result of step {result.step_id} has tokens for rows that do not sample")
+    _check_counts(step, result)
 
     outcome = CommitOutcome(step.step_id, num_rows=len(step.incarnations), num_tokens=step.num_tokens)
     lane.in_flight.popleft()
     lane.committed_through = step.step_id
-    if counts is None and not result.faults and not step.explicit_rows:
+    lane.doomed = lane.doomed and bool(lane.in_flight)
+    if result.token_counts is None and not result.faults and not step.explicit_rows:
         _commit_decode_rows(step.decode_rows, result.token_ids, outcome, finish)
     else:
         _commit_rows(lane, step, result, outcome, finish)
     _close_fenced(lane, step)
     lane.num_overrun_rows += outcome.num_overrun_rows
     return outcome
+
+
+def _check_counts(step: StepInFlight, result: StepResult) -> None:
+    """Raises StepMismatch unless the tokens fit the rows (rules M1, C4); reads only."""
+    counts = result.token_counts
+    if counts is None:
+        if len(result.token_ids) != len(step.incarnations):
+            raise StepMismatch(f"result of step {result.step_id} has {len(result.token_ids)} tokens")
+        may_sample = all(samples for _, _, samples in step.explicit_rows)
+    else:
+        if len(counts) != len(step.incarnations) or sum(counts) != len(result.token_ids):
+            raise StepMismatch(f"result of step {result.step_id} has counts that do not fit its rows and tokens")
+        limits = [int(samples) for _, _, samples in step.explicit_rows] + [1] * len(step.decode_rows)
+        may_sample = all(0 <= count <= limit for count, limit in zip(counts, limits, strict=True))
+    if not may_sample:
+        raise StepMismatch(f"result of step {result.step_id} has tokens for rows that do not sample")
 
 
 def fail_step(lane: Lane, step_id: StepId) -> None:
@@ -58,6 +71,7 @@ def fail_step(lane: Lane, step_id: StepId) -> None:
         raise StepMismatch(f"step {step_id} failed, but it is not the oldest in flight")
     step = lane.in_flight.popleft()
     lane.committed_through = step.step_id
+    lane.doomed = bool(lane.in_flight)
     for stay, count, samples in _rows(step):
         stay.num_dispatched -= count
         if samples:
@@ -100,8 +114,6 @@ def _commit_rows(
         sequence = stay.sequence
         live = sequence.status is not RequestStatus.FINISHED
         if not samples:
-            if counts is not None and counts[index]:
-                raise StepMismatch(f"step {result.step_id}: a chunk without a sample has a token")
             stay.num_settled += count
             outcome.num_overrun_rows += not live
             continue

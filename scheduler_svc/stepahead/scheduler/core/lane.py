@@ -6,6 +6,7 @@ Lanes never wait for each other. The lane keeps books; deciding is `scheduler.py
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 
 from stepahead.scheduler.core.block_pool import FencedPool
 from stepahead.scheduler.core.config import LaneConfig
@@ -45,6 +46,7 @@ class Lane:
         "committed_through",
         "config",
         "decoding",
+        "doomed",
         "epoch",
         "finishing",
         "in_flight",
@@ -74,6 +76,8 @@ class Lane:
         self.finishing: dict[Stay, None] = {}
         """Stays whose last possible output is in flight: no more rows, their blocks are coming back."""
         self.in_flight: deque[StepInFlight] = deque()
+        self.doomed = False
+        """A step failed as a whole: the steps in flight behind it fail too, so nothing is planned behind them."""
         self.next_step_id = StepId(1)
         self.committed_through = NO_STEP
         # Deltas for the next plan with rows; a release never causes a plan of its own.
@@ -147,7 +151,10 @@ class Lane:
         if stay.retired or stay in self.prefilling:
             return
         self._leave_rows(stay)
-        self.prefilling.append(stay)
+        # It has had its turn: before any newcomer, among its like by arrival.
+        arrival = stay.sequence.arrival
+        older = (other.rewinding and other.sequence.arrival < arrival for other in self.prefilling)
+        self.prefilling.insert(sum(takewhile(bool, older)), stay)
 
     def _leave_rows(self, stay: Stay) -> None:
         """Takes the stay out of whatever gives it rows, and the worker's decode set with it."""

@@ -13,18 +13,22 @@ from stepahead.scheduler.core.plan import Admission, SettleMode, StepPlan
 from stepahead.scheduler.core.sequence import Stay
 
 
-def build_plan(lane: Lane, config: SchedulerConfig) -> tuple[StepPlan | None, list[Stay]]:
-    """Plans and books the lane's next step.
+def is_window_open(lane: Lane, config: SchedulerConfig) -> bool:
+    """Whether the lane may get another step now (rule B3)."""
+    return len(lane.in_flight) <= config.overlap_depth and not (lane.doomed and lane.in_flight)
+
+
+def build_plan(lane: Lane, config: SchedulerConfig, sitting_out: dict[Stay, None]) -> StepPlan | None:
+    """Plans and books the lane's next step; None if no row can run.
 
     Assumes nothing about tokens in flight but their number (rule B8).
 
-    Returns:
-        The plan, or None if the window is full or no row can run, and the stays that were retired to make room
-        (the caller preempts their sequences).
+    Args:
+        lane: with an open window.
+        config: of the scheduler.
+        sitting_out: members of the decode set that `make_room` found no block for.
     """
-    if len(lane.in_flight) > config.overlap_depth:
-        return None, []
-    sitting_out, victims = _make_room(lane)
+    _make_way_for_returning_rows(lane, sitting_out)
     decode_rows = [stay for stay in lane.decoding if stay not in sitting_out]
     explicit_rows = _choose_chunks(
         lane,
@@ -32,18 +36,29 @@ def build_plan(lane: Lane, config: SchedulerConfig) -> tuple[StepPlan | None, li
         max_rows=lane.config.max_num_seqs - len(decode_rows),
     )
     if not decode_rows and not explicit_rows:
-        return None, victims
-    step = StepInFlight(lane.next_step_id, explicit_rows, decode_rows)
-    plan = _dispatch(lane, config, step, sitting_out)
-    return plan, victims
+        return None
+    return _dispatch(lane, config, StepInFlight(lane.next_step_id, explicit_rows, decode_rows), sitting_out)
 
 
-def _make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
+def _make_way_for_returning_rows(lane: Lane, sitting_out: dict[Stay, None]) -> None:
+    """A last output that came back empty has lost its place to a newcomer: the youngest sit out a step for it."""
+    num_returning = sum(stay.rewinding and not stay.num_in_flight for stay in lane.prefilling)
+    surplus = len(lane.decoding) - len(sitting_out) + num_returning - lane.config.max_num_seqs
+    if surplus > 0:
+        running = [stay for stay in lane.decoding if stay not in sitting_out]
+        running.sort(key=lambda stay: stay.sequence.arrival)
+        sitting_out.update(dict.fromkeys(running[-surplus:]))
+
+
+def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
     """Extends the block tables of decode rows that cross into a new block, oldest request first.
 
     If no block is free: a row waits one step for blocks that are coming back anyway (rule E7), at most as many
     rows as such blocks; only then does the youngest running stay lose its place, possibly the asking one.
     Older requests therefore always make progress, and a lone one always fits (checked at acceptance).
+
+    Returns:
+        The rows that sit out, and the stays that were retired (the caller preempts their sequences).
     """
     waiting: dict[Stay, None] = {}
     victims: list[Stay] = []

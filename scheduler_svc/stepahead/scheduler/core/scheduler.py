@@ -29,7 +29,7 @@ from stepahead.scheduler.core.events import (
 from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, StepId
 from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.plan import StepResult
-from stepahead.scheduler.core.planning import build_plan
+from stepahead.scheduler.core.planning import build_plan, is_window_open, make_room
 from stepahead.scheduler.core.request import (
     FinishReason,
     LifecycleEvent,
@@ -115,8 +115,10 @@ class Scheduler:
         num_prompt_tokens = len(request.prompt_token_ids)
         max_total_tokens = min(num_prompt_tokens + request.max_tokens, max_model_len)
         available = max(config.num_cache_tokens for config in configs)
-        if num_prompt_tokens >= max_model_len or max_total_tokens - 1 > available:
-            raise RequestInfeasible(max_total_tokens - 1, min(available, max_model_len))
+        if num_prompt_tokens >= max_model_len:
+            raise RequestInfeasible(num_prompt_tokens + 1, max_model_len)
+        if max_total_tokens - 1 > available:
+            raise RequestInfeasible(max_total_tokens - 1, available)
         sequence = Sequence(request, self._arrivals, max_total_tokens)
         self._arrivals += 1
         self.sequences[request.key] = sequence
@@ -199,15 +201,19 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- steps
 
     def plan(self, lane_id: LaneId) -> PlanOutcome:
-        """Admits what fits anywhere, then plans the lane's next step if its window is open.
+        """Plans the lane's next step if its window is open, after admitting what fits on any lane.
 
         Raises:
             UnknownLane: no such lane.
         """
         lane = self._lane(lane_id)
-        admitted = self._admit()
-        plan, victims = build_plan(lane, self.config)
+        if not is_window_open(lane, self.config):
+            return PlanOutcome(None, self._admit())
+        # Room for those who run comes before newcomers: nobody is admitted only to make room again (rule E8).
+        sitting_out, victims = make_room(lane)
         preempted = tuple(self._preempt(stay.sequence) for stay in victims)
+        admitted = self._admit()
+        plan = build_plan(lane, self.config, sitting_out)
         if plan is not None:
             self.totals.prefill_tokens += sum(plan.row_counts)
         return PlanOutcome(plan, admitted, preempted)
@@ -243,14 +249,13 @@ class Scheduler:
         admitted: list[Admitted] = []
         blocked: list[Sequence] = []
         for sequence in list(islice(self.waiting, places + self.config.skip_ahead_window)):
+            if any(passed.times_passed >= self.config.max_times_passed for passed in blocked):
+                break
             # A preempted sequence whose last step is in flight still owes a token: not yet.
             lane = self._place(sequence) if sequence.stay is None else None
             if lane is None:
                 blocked.append(sequence)
-                if (
-                    sequence.times_passed >= self.config.max_times_passed
-                    or len(blocked) > self.config.skip_ahead_window
-                ):
+                if len(blocked) > self.config.skip_ahead_window:
                     break
                 continue
             admitted.append(self._admit_to(lane, sequence))
