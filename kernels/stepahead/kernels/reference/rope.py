@@ -133,9 +133,10 @@ def apply_rope(
     Returns:
         [num_tokens, num_heads, head_dim] float32.
     """
-    first, second = np.split(heads, 2, axis=-1)
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
     turn_cos, turn_sin = cos[positions][:, None], sin[positions][:, None]
-    turned: NDArray[np.float32] = np.concatenate(
-        [first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin], axis=-1
-    )
+    turned = np.empty_like(heads)
+    turned[..., :half] = first * turn_cos - second * turn_sin
+    turned[..., half:] = second * turn_cos + first * turn_sin
     return turned
