@@ -95,6 +95,13 @@ def test_several_choices_are_all_printed(stepahead, fake: FakeServer):
     assert [each["text"] for each in choices] == ["b", "a"]
 
 
+def test_without_a_tokenizer_the_ids_are_printed(stepahead, fake: FakeServer):
+    fake.generate = lambda request, context: iter(
+        [response(started(), delta(0, [7, 8])), response(choice_finished(2), finished(2))]
+    )
+    assert stepahead("generate", "--token-ids", "1", "--address", fake.address).stdout == "7,8\n"
+
+
 @pytest.mark.parametrize("arguments", [(), ("hi", "--token-ids", "1"), ("--token-ids", "x")])
 def test_unclear_input_is_a_usage_error(stepahead, arguments):
     assert stepahead("generate", *arguments).exit_code == 2

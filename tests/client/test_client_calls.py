@@ -269,5 +269,5 @@ def test_delivery_switches_reach_the_server(call, fake: FakeServer):
     completion = call("generate", "hi", token_ids=False, final_only=True)
     assert (completion.text, completion.token_ids) == ("ab", ())
     output = fake.requests[0].output
-    assert (output.text, output.token_ids) == (True, False)
+    assert (output.HasField("text"), output.HasField("token_ids"), output.token_ids) == (False, True, False)
     assert output.delivery == generation_pb2.OutputParams.DELIVERY_FINAL_ONLY

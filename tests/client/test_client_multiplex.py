@@ -78,6 +78,25 @@ async def test_columns_and_events_fold_into_completions(fake: FakeServer):
     assert await asyncio.to_thread(fake.call_ended.wait, WAIT_S)
 
 
+async def test_live_requests_are_counted_until_their_end_was_read(fake: FakeServer):
+    def script(commands, context):
+        handles = [each.handle for each in submits(commands, 3)]
+        end = [choice_finished(0), finished(0)]
+        yield multiplex_response(events=[(handle, [started(), *end]) for handle in handles])
+        fake.call_ended.wait(WAIT_S)
+
+    fake.multiplex = script
+    async with AsyncClient(fake.address) as client, client.multiplex() as session:
+        handles = [await session.submit("one") for _ in range(3)]
+        counts = []
+        async for update in session:
+            assert update.ended
+            counts.append((update.handle, session.num_live))
+            if session.num_live == 0:
+                break
+    assert counts == list(zip(handles, [2, 1, 0], strict=True))
+
+
 async def test_failure_ends_one_request_and_leaves_the_others(fake: FakeServer):
     def script(commands, context):
         bad, good = (each.handle for each in submits(commands, 2))

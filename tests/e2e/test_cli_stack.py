@@ -175,8 +175,8 @@ def test_child_that_is_killed_ends_up_with_its_name(up, service):
     assert f"{service} was ended by SIGKILL" in stack.stderr
 
 
-def test_unknown_model_says_why():
-    result = run("up", "--model", "toy:nothing", "--listen", "127.0.0.1:0")
+def test_unknown_model_says_why(tmp_path):
+    result = run("up", "--model", "toy:nothing", "--listen", "127.0.0.1:0", "--log-dir", str(tmp_path))
     assert result.returncode == 1
     assert "'nothing' does not exist" in result.stderr
 

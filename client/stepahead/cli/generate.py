@@ -101,6 +101,8 @@ def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> N
             if delta.choice_index == 0:
                 click.echo(delta.text, nl=False)
         completion = stream.completion()
+    if not completion.text and not client.get_model().has_tokenizer:
+        click.echo(",".join(map(str, completion.token_ids)), nl=False)
     click.echo()
     for choice in completion.choices[1:]:
         click.echo(f"--- choice {choice.index}\n{choice.text}")

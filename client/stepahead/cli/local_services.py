@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from stepahead.cli.failures import StackError
+from stepahead.cli.failures import StackError, StackInterrupted
 
 # One module per dependency that an extra brings and that its service imports first.
 _MODULES_OF_EXTRA = {
@@ -76,6 +76,14 @@ def make_log_dir(log_dir: Path | None, *, verbose: bool) -> Path | None:
 def passing_log_dir(*, verbose: bool) -> Generator[Path | None, None, None]:
     """As `make_log_dir`, for a run that ends by itself: the folder stays only if the run fails."""
     log_dir = make_log_dir(None, verbose=verbose)
-    yield log_dir
+    try:
+        yield log_dir
+    except (StackInterrupted, KeyboardInterrupt):
+        _remove(log_dir)
+        raise
+    _remove(log_dir)
+
+
+def _remove(log_dir: Path | None) -> None:
     if log_dir is not None:
         shutil.rmtree(log_dir)

@@ -30,7 +30,7 @@ class CompletionFold:
 
     def __init__(self, request: GenerationRequest) -> None:
         self._num_choices = 1 if request.num_choices is None else request.num_choices
-        self._counts_tokens = request.token_ids
+        self._counts_tokens = request.token_ids is not False
         # Filled as choices speak: the server has yet to accept their number.
         self._choices: defaultdict[int, _ChoiceFold] = defaultdict(_ChoiceFold)
         self._usage_timings: tuple[Usage, Timings] | None = None

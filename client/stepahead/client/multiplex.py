@@ -67,17 +67,18 @@ class MultiplexUpdate:
 class AsyncMultiplex:
     """A session of many requests over one stream; made by `AsyncClient.multiplex()`.
 
-    Submit, then read updates until the handle's `ended`::
+    Submit, then read updates until nothing is outstanding::
 
         async with client.multiplex() as session:
-            handle = await session.submit("Once upon a time", max_tokens=8)
+            handles = [await session.submit(prompt, max_tokens=8) for prompt in prompts]
             async for update in session:
-                if update.handle == handle and update.ended:
+                ...
+                if session.num_live == 0:
                     break
 
     The iteration ends when the server closes the stream, or raises StepaheadError when the stream breaks.
     One task iterates; any task of the loop may submit and cancel. Leaving the session cancels what still
-    runs. Requests that ask neither for text nor for more than one choice arrive as columns and cost least.
+    runs. Requests with `text=False` arrive as columns and cost least.
     """
 
     def __init__(self, start: Callable[[], MultiplexCall], *, timeout: float | None = None) -> None:
@@ -88,11 +89,13 @@ class AsyncMultiplex:
         self._commands: asyncio.Queue[generation_pb2.MultiplexRequest] = asyncio.Queue(_MAX_PENDING_COMMANDS)
         self._folds: dict[int, CompletionFold] = {}
         self._next_handle = 1
+        # Ends that came with a message but have not been yielded yet.
+        self._num_unread_ends = 0
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
-        return len(self._folds)
+        """Requests whose end has not been read; 0 means that no update is outstanding."""
+        return len(self._folds) + self._num_unread_ends
 
     async def submit(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> int:
         """Starts a request and returns its handle. Raises InvalidRequestError for values that do not fit."""
@@ -127,7 +130,9 @@ class AsyncMultiplex:
 
     async def __aiter__(self) -> AsyncIterator[MultiplexUpdate]:
         while (updates := await self.read()) is not None:
+            self._num_unread_ends = sum(update.ended for update in updates)
             for update in updates:
+                self._num_unread_ends -= update.ended
                 yield update
 
     async def __aenter__(self) -> Self:

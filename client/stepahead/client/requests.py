@@ -42,8 +42,8 @@ class GenerateOptions(TypedDict, total=False):
     num_choices: int | None
     request_id: str
     model: str
-    text: bool
-    token_ids: bool
+    text: bool | None
+    token_ids: bool | None
     skip_special_tokens: bool | None
     final_only: bool
     queue_timeout: float | None
@@ -75,8 +75,8 @@ class GenerationRequest:
     num_choices: int | None = None
     request_id: str = ""
     model: str = ""
-    text: bool = True
-    token_ids: bool = True
+    text: bool | None = None
+    token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     final_only: bool = False
     queue_timeout: float | None = None
