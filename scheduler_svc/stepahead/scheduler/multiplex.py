@@ -7,12 +7,13 @@ Token deltas of requests without text travel as columns, so that a step of 256 r
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import cast
 
 import grpc
 import structlog
 
-from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest
+from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest, RequestCancelled
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.live_request import Subscription
 from stepahead.scheduler.telemetry import incident_id
@@ -39,12 +40,17 @@ class MultiplexSession:
         self._accepting: dict[int, asyncio.Task[None]] = {}
         self._dirty: dict[Subscription, None] = {}
         """Requests with news; the engine adds to it, so it is emptied, never replaced."""
-        self._failures: list[generation_pb2.RequestFailed] = []
+        self._failures: deque[generation_pb2.RequestFailed] = deque()
         self._turn = asyncio.Event()
         self._reading = True
+        self._half_closed = False
 
     async def run(self) -> None:
-        """Reads and writes until the client has closed its side and every request has ended."""
+        """Reads and writes until the client has closed its side and every request has ended.
+
+        Raises:
+            InvalidRequest: the client broke the rules of the stream; all its requests are cancelled.
+        """
         await self._context.send_initial_metadata(())
         reader = asyncio.create_task(self._read())
         try:
@@ -70,7 +76,8 @@ class MultiplexSession:
             while True:
                 message = cast(object, await self._context.read())
                 if not isinstance(message, generation_pb2.MultiplexRequest):
-                    return  # grpc.aio.EOF: the client has closed its side
+                    self._half_closed = True  # grpc.aio.EOF: the client has closed its side
+                    return
                 kind = message.WhichOneof("command")
                 if kind == "submit":
                     self._submit(message.submit)
@@ -85,10 +92,8 @@ class MultiplexSession:
     def _submit(self, submit: generation_pb2.MultiplexSubmit) -> None:
         handle = submit.handle
         if handle in self._subscriptions or handle in self._accepting:
-            self._fail(
-                handle, InvalidRequest([FieldViolation("submit.handle", f"{handle} is live on this stream")])
-            )
-            return
+            # Not in band: a failure under this handle would be read as the end of the request that is live.
+            raise InvalidRequest([FieldViolation("submit.handle", f"{handle} is live on this stream")])
         if len(self._subscriptions) + len(self._accepting) >= MAX_LIVE:
             self._fail(handle, InvalidRequest([FieldViolation("submit", f"more than {MAX_LIVE} live requests")]))
             return
@@ -105,7 +110,8 @@ class MultiplexSession:
             self._fail(handle, InternalError(self._note(error)))
             return
         finally:
-            self._accepting.pop(handle, None)
+            if self._accepting.get(handle) is asyncio.current_task():
+                del self._accepting[handle]
         subscription = Subscription(live, self, handle=handle, dirty=self._dirty)
         self._subscriptions[handle] = subscription
         self._dirty[subscription] = None
@@ -116,6 +122,11 @@ class MultiplexSession:
             subscription = self._subscriptions.get(handle)
             if subscription is not None:
                 self._front_end.engine.cancel(subscription.live)
+                continue
+            accepting = self._accepting.pop(handle, None)
+            if accepting is not None:  # a long prompt is still being tokenized
+                accepting.cancel()
+                self._fail(handle, RequestCancelled("the request was cancelled"))
 
     def _fail(self, handle: int, error: ApiError) -> None:
         self._failures.append(generation_pb2.RequestFailed(handle=handle, status=error.to_status()))
@@ -131,30 +142,42 @@ class MultiplexSession:
 
     async def _write(self) -> None:
         keepalive_s = self._front_end.settings.keepalive_s
-        while self._reading or self._subscriptions or self._accepting or self._failures:
+        loop = asyncio.get_running_loop()
+        written_at = loop.time()
+        while self._reading or (self._half_closed and self._is_busy):
+            response: generation_pb2.MultiplexResponse | None = None
             try:
-                async with asyncio.timeout(keepalive_s):
+                async with asyncio.timeout_at(written_at + keepalive_s):
                     await self._turn.wait()
             except TimeoutError:
-                await self._context.write(generation_pb2.MultiplexResponse())
-                continue
-            self._turn.clear()
-            self.woken = False
-            response = self._take()
+                pass
+            else:
+                self._turn.clear()
+                self.woken = False
+                response = self._take()
+            # A turn may have nothing to say (requests that answer at the end): that is silence too.
+            if response is None and loop.time() - written_at >= keepalive_s:
+                response = generation_pb2.MultiplexResponse()
             if response is not None:
                 await self._context.write(response)
+                written_at = loop.time()
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._subscriptions or self._accepting or self._failures)
 
     def _take(self) -> generation_pb2.MultiplexResponse | None:
         """Everything pending, up to the size limit; the rest stays pending."""
         response = generation_pb2.MultiplexResponse()
-        response.failures.extend(self._failures)
-        self._failures = []
         columns = _Columns()
         size = 0
+        while self._failures and size < MAX_MESSAGE_BYTES // 2:
+            response.failures.append(self._failures.popleft())
+            size += response.failures[-1].ByteSize()
         while self._dirty and size < MAX_MESSAGE_BYTES // 2:
             subscription, _ = self._dirty.popitem()
             size += self._take_from(subscription, columns, response)
-        if self._dirty:
+        if self._dirty or self._failures:
             self._turn.set()
         columns.fill(response)
         return response if response.ByteSize() else None
@@ -175,17 +198,18 @@ class MultiplexSession:
         except TextError as error:
             self._front_end.engine.fail_internally(live, error)
             events, done = subscription.take()
+        size = 64
         if events:
-            message = generation_pb2.RequestEvents(handle=subscription.handle, events=events)
-            response.events.append(message)
+            response.events.append(generation_pb2.RequestEvents(handle=subscription.handle, events=events))
+            size += response.events[-1].ByteSize()
         if done:
             if live.error is not None:
-                response.failures.append(
-                    generation_pb2.RequestFailed(handle=subscription.handle, status=live.error.to_status())
-                )
+                failure = generation_pb2.RequestFailed(handle=subscription.handle, status=live.error.to_status())
+                response.failures.append(failure)
+                size += failure.ByteSize()
             del self._subscriptions[subscription.handle]
             self._close(subscription)
-        return 64 + sum(event.ByteSize() for event in events)
+        return size
 
     def _close(self, subscription: Subscription) -> None:
         subscription.close()
