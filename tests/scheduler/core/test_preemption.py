@@ -124,6 +124,7 @@ def test_repeated_preemption_equals_an_undisturbed_run() -> None:
                 continue
             if driver.scheduler.is_idle:
                 return outputs, driver.scheduler.totals.preemptions
+            assert driver.books[LANE].steps, "O8: nothing is planned, nothing is in flight, and not idle"
             _, rows = driver.books[LANE].steps[0]
             seen: dict[int, int] = {}
             tokens: list[int] = []
