@@ -29,8 +29,8 @@ _FAULTS = {
 }
 
 
-class UnknownWireValue(Exception):
-    """A peer sent an enum value this version does not know."""
+class WireError(Exception):
+    """A peer sent what cannot be: an enum value this version does not know, columns of different lengths."""
 
 
 def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
@@ -90,20 +90,23 @@ def result_from_proto(boundary: worker_pb2.StepBoundary) -> StepResult:
     """The completion inside a boundary.
 
     Raises:
-        UnknownWireValue: a row error code of a newer peer.
+        WireError: a row error code of a newer peer, or token counts that fit no rows.
     """
     completion = boundary.completion
+    counts = completion.token_counts
+    if counts and (len(counts) != len(completion.incarnations) or max(counts) > 1):
+        raise WireError(f"token_counts {list(counts)[:8]} for {len(completion.incarnations)} rows")
     faults: dict[Incarnation, RowFault] = {}
     for error in completion.row_errors:
         fault = _FAULTS.get(error.code)
         if fault is None:
-            raise UnknownWireValue(f"row error code {error.code}")
+            raise WireError(f"row error code {error.code}")
         faults[Incarnation(error.incarnation)] = fault
     return StepResult(
         epoch=boundary.worker_epoch,
         step_id=StepId(boundary.completed_step_id),
         incarnations=list(completion.incarnations),  # type: ignore[arg-type]  # ints are Incarnations here
-        token_counts=list(completion.token_counts) or None,
+        token_counts=list(counts) or None,
         token_ids=list(completion.token_ids),
         faults=faults,
     )

@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepahead.scheduler.core import SamplingSpec
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotFound
@@ -94,33 +94,32 @@ async def validate(
     prompt = await prompt_token_ids(request, model)
     stopping = request.stopping
     max_tokens = _max_tokens(stopping, len(prompt), model, default_max_tokens)
-    min_tokens = stopping.min_tokens
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            [FieldViolation("stopping.min_tokens", f"{min_tokens} is more than max_tokens {max_tokens}")]
-        )
+    if stopping.min_tokens > max_tokens:
+        text = f"{stopping.min_tokens} is more than max_tokens {max_tokens}"
+        raise InvalidRequest([FieldViolation("stopping.min_tokens", text)])
+    return _accepted(request, model, prompt, max_tokens)
+
+
+def _accepted(
+    request: generation_pb2.GenerateRequest, model: ServedModel, prompt: list[int], max_tokens: int
+) -> AcceptedRequest:
+    """Every default filled in; nothing is wrong any more."""
+    stopping, output = request.stopping, request.output
     stop_ids = frozenset(stopping.stop_token_ids)
-    ignore_eos = stopping.ignore_eos
-    seed = request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(64)
-    sampling = _sampling_spec(request.sampling, model, seed)
-    suppressed = tuple(sorted(stop_ids | model.eos_token_ids)) if min_tokens else ()
-    output = request.output
+    sampling = _sampling_spec(request.sampling, model)
+    if stopping.min_tokens:
+        # The real ids, ignored or not: until min_tokens no token may look like an end (rule J6).
+        suppressed = tuple(sorted(stop_ids | model.eos_token_ids))
+        sampling = replace(sampling, suppressed_token_ids=suppressed)
     return AcceptedRequest(
         request_id=request.request_id or f"req-{secrets.token_hex(8)}",
         prompt_token_ids=tuple(prompt),
-        sampling=SamplingSpec(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=seed,
-            suppressed_token_ids=suppressed,
-        ),
+        sampling=sampling,
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
+        min_tokens=stopping.min_tokens,
         stop_strings=tuple(stopping.stop_strings),
         include_stop_in_output=stopping.include_stop_in_output,
-        stop_token_ids=stop_ids if ignore_eos else stop_ids | model.eos_token_ids,
+        stop_token_ids=stop_ids if stopping.ignore_eos else stop_ids | model.eos_token_ids,
         want_text=model.codec is not None and (not output.HasField("text") or output.text),
         want_token_ids=not output.HasField("token_ids") or output.token_ids,
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
@@ -132,16 +131,20 @@ async def validate(
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=seed,
+            seed=sampling.seed,
         ),
-        applied_stopping=generation_pb2.StoppingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop_strings=stopping.stop_strings,
-            stop_token_ids=stopping.stop_token_ids,
-            ignore_eos=ignore_eos,
-            include_stop_in_output=stopping.include_stop_in_output,
-        ),
+        applied_stopping=_applied_stopping(stopping, max_tokens),
+    )
+
+
+def _applied_stopping(stopping: generation_pb2.StoppingParams, max_tokens: int) -> generation_pb2.StoppingParams:
+    return generation_pb2.StoppingParams(
+        max_tokens=max_tokens,
+        min_tokens=stopping.min_tokens,
+        stop_strings=stopping.stop_strings,
+        stop_token_ids=stopping.stop_token_ids,
+        ignore_eos=stopping.ignore_eos,
+        include_stop_in_output=stopping.include_stop_in_output,
     )
 
 
@@ -343,7 +346,7 @@ def _max_tokens(
     return stopping.max_tokens
 
 
-def _sampling_spec(sampling: generation_pb2.SamplingParams, model: ServedModel, seed: int) -> SamplingSpec:
+def _sampling_spec(sampling: generation_pb2.SamplingParams, model: ServedModel) -> SamplingSpec:
     defaults = model.defaults
     temperature = sampling.temperature if sampling.HasField("temperature") else defaults.temperature
     return SamplingSpec(
@@ -351,5 +354,5 @@ def _sampling_spec(sampling: generation_pb2.SamplingParams, model: ServedModel, 
         top_p=sampling.top_p if sampling.HasField("top_p") else defaults.top_p,
         top_k=max(0, sampling.top_k) if sampling.HasField("top_k") else defaults.top_k,
         min_p=sampling.min_p if sampling.HasField("min_p") else defaults.min_p,
-        seed=seed,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
     )

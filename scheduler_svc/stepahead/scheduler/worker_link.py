@@ -22,7 +22,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from stepahead.scheduler.convert import UnknownWireValue, lane_config_from_proto
+from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneConfig, LaneId, StepMismatch
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
@@ -41,6 +41,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 ]
 PING_INTERVAL_S = 0.5
 PONG_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 5.0
+RETRIED = ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED")
+"""Ends of a resume that say nothing about the session: a network on the way, a worker that is slow."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 5.0
 
@@ -62,6 +65,15 @@ class EpochClosed(Exception):
 
 class WorkerRefused(Exception):
     """The worker cannot join; it is asked again later."""
+
+
+class StreamNotOpened(Exception):
+    """A stream that never stood."""
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(f"{status} {detail}")
+        self.status = status
+        self.detail = detail
 
 
 class LinkOwner(Protocol):
@@ -119,6 +131,7 @@ class WorkerLink:
         self._pong_at = 0.0
         self._running_step_age_ns = 0
         self._closing = False
+        self._lane_config: LaneConfig | None = None
 
     # -------------------------------------------------------------------------------------------- engine side
 
@@ -184,29 +197,38 @@ class WorkerLink:
                 backoff_s = LAST_BACKOFF_S
             except grpc.aio.AioRpcError as error:
                 # Loading, restarting, unreachable: back-off belongs to the session, not to the channel.
-                level = log.info if error.code() is grpc.StatusCode.UNAVAILABLE else log.warning
-                level("worker not ready", worker=self.address, status=error.code().name, detail=error.details())
+                self._log_not_ready(error.code().name, error.details() or "")
+            except StreamNotOpened as error:
+                self._log_not_ready(error.status, error.detail)
             if not self._closing:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
         self.state = LinkState.CLOSED
 
+    def _log_not_ready(self, status: str, detail: str) -> None:
+        level = log.info if status == "UNAVAILABLE" else log.warning
+        level("worker not ready", worker=self.address, status=status, detail=detail)
+
     async def _session(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """From dialling to the end of one epoch."""
         self.state = LinkState.DIALLING
         self.info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=5.0)
+        try:
+            self._lane_config = lane_config_from_proto(self.info.limits)
+        except ValueError as error:
+            raise WorkerRefused(f"its limits make no sense: {error}") from error
         await self._owner.adopt(self, stub)
         epoch = self._owner.next_epoch()
         self._forget_session()
         generation = 1
         reason = "session closed"
         try:
-            await self._stream(stub, epoch, generation)
-            broke_at = time.monotonic()
-            while not self._closing and time.monotonic() - broke_at < 0.8 * self._resume_grace_s:
+            await self._stream(stub, epoch, generation, OPEN_TIMEOUT_S)
+            give_up_at = time.monotonic() + 0.8 * self._resume_grace_s
+            while not self._closing and (left_s := give_up_at - time.monotonic()) > 0:
                 generation += 1
-                if await self._try_resume(stub, epoch, generation):
-                    broke_at = time.monotonic()
+                if await self._try_resume(stub, epoch, generation, min(OPEN_TIMEOUT_S, left_s)):
+                    give_up_at = time.monotonic() + 0.8 * self._resume_grace_s
             reason = "stream broke and could not be resumed"
         except EpochClosed as error:
             reason = str(error)
@@ -215,14 +237,16 @@ class WorkerLink:
             self._owner.lose_lane(self, reason)
             self._forget_session()
 
-    async def _try_resume(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int, generation: int) -> bool:
+    async def _try_resume(
+        self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int, generation: int, timeout_s: float
+    ) -> bool:
         """One attempt to continue the session. True if a stream stood (and has broken again since)."""
         self.state = LinkState.RESUMING
         try:
-            await self._stream(stub, epoch, generation)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise EpochClosed(f"resume refused: {error.code().name} {error.details()}") from error
+            await self._stream(stub, epoch, generation, timeout_s)
+        except StreamNotOpened as error:
+            if error.status not in RETRIED:
+                raise EpochClosed(f"resume refused: {error}") from error
             await asyncio.sleep(FIRST_BACKOFF_S)
             return False
         return True
@@ -235,28 +259,21 @@ class WorkerLink:
         self.worker_epoch = 0
         self.last_step_id = 0
         self.last_completed_step_id = 0
+        self._running_step_age_ns = 0
 
     # -------------------------------------------------------------------------------------------- one stream
 
-    async def _stream(self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int, generation: int) -> None:
+    async def _stream(
+        self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, epoch: int, generation: int, timeout_s: float
+    ) -> None:
         """Runs one stream until it breaks (returns) or the epoch is over (raises EpochClosed).
 
         Raises:
-            grpc.aio.AioRpcError: the stream never stood.
+            StreamNotOpened: the stream never stood.
         """
         call: Call = stub.RunSteps()
         try:
-            await call.write(worker_pb2.RunStepsRequest(open=self._open_message(epoch, generation)))
-            first = await call.read()
-            if first is grpc.aio.EOF:
-                raise grpc.aio.AioRpcError(
-                    await call.code(),
-                    await call.initial_metadata(),
-                    await call.trailing_metadata(),
-                    await call.details(),
-                )
-            assert isinstance(first, worker_pb2.RunStepsResponse)
-            self._opened(first.opened, epoch)
+            self._opened(await self._open(call, epoch, generation, timeout_s), epoch)
             tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._ping())]
             try:
                 await self._read(call)
@@ -267,6 +284,26 @@ class WorkerLink:
         finally:
             # A dropped call object would go on running on the other side.
             call.cancel()
+
+    async def _open(self, call: Call, epoch: int, generation: int, timeout_s: float) -> worker_pb2.SessionOpened:
+        """Opens or resumes the session. A worker that says nothing (stopped, behind a dead network) is given up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call.write(worker_pb2.RunStepsRequest(open=self._open_message(epoch, generation)))
+                first = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise StreamNotOpened(error.code().name, error.details() or "") from error
+        except TimeoutError as error:
+            raise StreamNotOpened("DEADLINE_EXCEEDED", f"no answer within {timeout_s:.1f} s") from error
+        except asyncio.CancelledError as error:
+            if _is_being_cancelled():
+                raise
+            raise StreamNotOpened("CANCELLED", "by the peer") from error
+        if not isinstance(first, worker_pb2.RunStepsResponse):
+            raise StreamNotOpened((await call.code()).name, await call.details() or "ended without an answer")
+        if first.WhichOneof("event") != "opened":
+            raise EpochClosed(f"the first message is {first.WhichOneof('event')}, not opened")
+        return first.opened
 
     def _open_message(self, epoch: int, generation: int) -> worker_pb2.OpenSession:
         message = worker_pb2.OpenSession(
@@ -292,7 +329,7 @@ class WorkerLink:
         self._pong_at = time.monotonic()
         self.state = LinkState.OPEN
         if not resumed:
-            self._owner.open_lane(self, lane_config_from_proto(self.info.limits), opened.worker_epoch)
+            self._owner.open_lane(self, self._lane_config, opened.worker_epoch)
             return
         self.stats.num_resumes += 1
         self._outbox.clear()
@@ -330,6 +367,11 @@ class WorkerLink:
                 if error.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION):
                     raise EpochClosed(f"{error.code().name} {error.details()}") from error
                 return
+            except asyncio.CancelledError:
+                if _is_being_cancelled():
+                    raise
+                log.warning("stream broke", worker=self.address, status="CANCELLED", detail="by the peer")
+                return
             if not isinstance(response, worker_pb2.RunStepsResponse):
                 if self._closing:
                     raise EpochClosed("closed by us")
@@ -361,7 +403,7 @@ class WorkerLink:
         self._kept.pop(step_id, None)
         try:
             self._owner.on_boundary(self, boundary, read_ns)
-        except (StepMismatch, UnknownWireValue) as error:
+        except (StepMismatch, WireError) as error:
             raise EpochClosed(f"boundary of step {step_id}: {error}") from error
 
     def _on_failed(self, failed: worker_pb2.StepFailed) -> None:
@@ -370,12 +412,16 @@ class WorkerLink:
             raise EpochClosed(f"worker failed at step {failed.step_id}")
         self.last_completed_step_id = failed.step_id
         self._kept.pop(failed.step_id, None)
-        self._owner.on_step_failed(self, self.worker_epoch, failed.step_id)
+        try:
+            self._owner.on_step_failed(self, self.worker_epoch, failed.step_id)
+        except StepMismatch as error:
+            raise EpochClosed(str(error)) from error
 
     def _on_rejected(self, rejected: worker_pb2.StepRejected) -> None:
         if rejected.reason == worker_pb2.StepRejected.REASON_ALREADY_EXECUTED:
             return  # a plan sent again after a resume
-        reason = worker_pb2.StepRejected.Reason.Name(rejected.reason)
+        reasons = worker_pb2.StepRejected.Reason
+        reason = reasons.Name(rejected.reason) if rejected.reason in reasons.values() else str(rejected.reason)
         log.error(
             "plan rejected",
             worker=self.address,
@@ -384,3 +430,9 @@ class WorkerLink:
             violations=list(rejected.violations),
         )
         raise EpochClosed(f"plan {rejected.step_id} rejected: {reason}")
+
+
+def _is_being_cancelled() -> bool:
+    """Whether this very task was cancelled. grpc.aio tells a CANCELLED status of the peer the same way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
