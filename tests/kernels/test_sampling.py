@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from stepahead.kernels.cpu.sampling import largest_ids
 from stepahead.kernels.cpu.sampling import sample_row as fast_row
 from stepahead.kernels.reference.philox import draw_uniform
-from stepahead.kernels.reference.sampling import TILE, RowSampling, RowStatus, pick, sample_row
+from stepahead.kernels.reference.sampling import (
+    TILE,
+    RowSampling,
+    RowStatus,
+    as_tiles,
+    cumulative_mass,
+    pick,
+    sample_row,
+)
 
 BOTH = pytest.mark.parametrize("sample", [sample_row, fast_row], ids=["reference", "cpu"])
 
@@ -162,11 +170,23 @@ def test_j6_suppressed_id_is_legal_again_when_no_longer_named(sample):
     assert sample(LOGITS, RowSampling())[0] == 1
 
 
+def picked(masses, draw):
+    tile, offset = pick(as_tiles(masses), draw)
+    return tile * TILE + offset
+
+
 def test_pick_never_leaves_the_drawable_ids():
     masses = np.zeros(TILE * 3 + 5, np.float32)
     masses[[3, TILE + 1, TILE * 2]] = [0.1, 0.7, 0.2]
-    assert [pick(masses, u) for u in (0.0, 0.09, 0.11, 0.79, 0.81)] == [3, 3, TILE + 1, TILE + 1, TILE * 2]
-    assert pick(masses, float(np.nextafter(1.0, 0.0))) == TILE * 2
+    assert [picked(masses, u) for u in (0.0, 0.09, 0.11, 0.79, 0.81)] == [3, 3, TILE + 1, TILE + 1, TILE * 2]
+    assert picked(masses, float(np.nextafter(1.0, 0.0))) == TILE * 2
+
+
+def test_empty_tiles_change_no_sum():
+    tiles = np.exp(np.random.default_rng(0).normal(0, 9, (50, TILE))).astype(np.float32)
+    tiles[::3] = 0
+    used = np.flatnonzero(tiles.any(axis=1))
+    assert (cumulative_mass(tiles)[used] == cumulative_mass(tiles[used])).all()
 
 
 @given(

@@ -18,6 +18,8 @@ from stepahead.kernels.reference.sampling import (
     RowSampling,
     RowStatus,
     allowed_ids,
+    as_tiles,
+    cumulative_mass,
     pick,
 )
 
@@ -45,15 +47,46 @@ def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int,
             return 0, RowStatus.NOTHING_ALLOWED
     if sampling.temperature < GREEDY_BELOW:
         return int(np.argmax(scores)), RowStatus.OK
-    masses = np.exp((scores - largest) / np.float32(sampling.temperature))
     if 0 < sampling.top_k < len(scores):
         kept = largest_ids(scores, sampling.top_k)
-        masses = _only(masses, kept)
-    if sampling.top_p < 1.0:
-        masses = _only(masses, _nucleus(scores, masses, sampling.top_p))
+        kept_scores = scores[kept]
+        masses = _masses(kept_scores, largest, sampling.temperature)
+        if sampling.top_p < 1.0:
+            place = _nucleus(kept_scores, masses, sampling.top_p * _total(kept, masses))
+            kept, masses = kept[place], masses[place]
+    else:
+        masses = _masses(scores, largest, sampling.temperature)
+        if sampling.top_p >= 1.0:
+            if sampling.min_p > 0.0:
+                masses[masses < np.float32(sampling.min_p) * masses.max()] = 0.0
+            tile, offset = pick(as_tiles(masses), sampling.draw)
+            return tile * TILE + offset, RowStatus.OK
+        total = float(cumulative_mass(as_tiles(masses))[-1])
+        kept = _nucleus(scores, masses, sampling.top_p * total)
+        masses = masses[kept]
     if sampling.min_p > 0.0:
-        masses[masses < np.float32(sampling.min_p) * masses.max()] = 0.0
-    return pick(masses, sampling.draw), RowStatus.OK
+        masses = np.where(masses < np.float32(sampling.min_p) * masses.max(), np.float32(0), masses)
+    tiles, used = _used_tiles(kept, masses)
+    tile, offset = pick(tiles, sampling.draw)
+    return int(used[tile]) * TILE + offset, RowStatus.OK
+
+
+def _masses(scores: NDArray[np.float32], largest: np.float32, temperature: float) -> NDArray[np.float32]:
+    return np.exp((scores - largest) / np.float32(temperature)).astype(np.float32, copy=False)
+
+
+def _used_tiles(
+    ids: NDArray[np.int64], masses: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Returns the tiles that hold any of the ids, and their numbers: leaving out empty tiles changes no sum."""
+    used, place = np.unique(ids // TILE, return_inverse=True)
+    tiles = np.zeros((len(used), TILE), dtype=np.float32)
+    tiles[place, ids % TILE] = masses
+    return tiles, used
+
+
+def _total(ids: NDArray[np.int64], masses: NDArray[np.float32]) -> float:
+    return float(cumulative_mass(_used_tiles(ids, masses)[0])[-1])
 
 
 def largest_ids(scores: NDArray[np.float32], num_kept: int) -> NDArray[np.int64]:
@@ -76,16 +109,8 @@ def largest_ids(scores: NDArray[np.float32], num_kept: int) -> NDArray[np.int64]
     return np.sort(np.concatenate([above, level]))
 
 
-def _only(masses: NDArray[np.float32], kept: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Returns `masses` with 0 everywhere but at `kept`."""
-    result = np.zeros_like(masses)
-    result[kept] = masses[kept]
-    return result
-
-
-def _nucleus(scores: NDArray[np.float32], masses: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
-    """Returns the ids top-p keeps. Ids without mass (dropped by top-k) sort behind all others and stay out."""
-    wanted = top_p * masses.sum(dtype=np.float64)
+def _nucleus(scores: NDArray[np.float32], masses: NDArray[np.float32], wanted: float) -> NDArray[np.int64]:
+    """Returns the indexes top-p keeps: the shortest run, largest first, whose mass reaches `wanted`."""
     for candidates in (np.flatnonzero(masses > _HEAD_MASS), np.flatnonzero(masses)):
         order = candidates[np.argsort(-scores[candidates], kind="stable")]
         cumulative = np.cumsum(masses[order], dtype=np.float64)

@@ -6,7 +6,7 @@
 4. Mass of an allowed id: exp((logit - largest allowed logit) / temperature), in float32.
 5. top-k: the k largest logits stay, lower ids first on a tie. 0, and k >= vocabulary size, are off.
 6. top-p: of the ids left, by (logit descending, id ascending), the shortest run whose mass reaches
-   top_p x the mass left after step 5 stays; at least one id. 1 is off.
+   top_p x the mass left after step 5 (summed as in step 8) stays; at least one id. 1 is off.
 7. min-p: ids with mass < min_p x the largest mass go. 0 is off.
 8. Draw: masses in id order, summed in float64 per tile of 256 ids and then across tiles; the token is the first
    id whose cumulative mass exceeds draw x total.
@@ -63,26 +63,34 @@ def allowed_ids(vocab_size: int, sampling: RowSampling) -> NDArray[np.bool_]:
     return allowed
 
 
-def pick(masses: NDArray[np.float32], draw: float) -> int:
-    """Step 8: returns the id whose share of [0, 1) holds `draw`.
-
-    Args:
-        masses: [vocab_size] float32, 0 for ids that may not be drawn; not all 0.
-        draw: uniform in [0, 1).
-    """
+def as_tiles(masses: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the masses as [num_tiles, TILE], padded with 0."""
     num_tiles = -(-len(masses) // TILE)
     tiles = np.zeros(num_tiles * TILE, dtype=np.float32)
     tiles[: len(masses)] = masses
-    tiles = tiles.reshape(num_tiles, TILE)
-    cumulative = np.cumsum(tiles.sum(axis=1, dtype=np.float64))
-    target = draw * cumulative[-1]
-    tile = min(int(np.count_nonzero(cumulative <= target)), num_tiles - 1)
-    rest = target - (cumulative[tile - 1] if tile else 0.0)
+    return tiles.reshape(num_tiles, TILE)
+
+
+def cumulative_mass(tiles: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Returns [num_tiles] float64: the mass up to and including each tile. Tiles of 0 change no other entry."""
+    return np.cumsum(tiles.astype(np.float64).sum(axis=1))
+
+
+def pick(tiles: NDArray[np.float32], draw: float) -> tuple[int, int]:
+    """Step 8: returns (tile, offset) of the id whose share of [0, 1) holds `draw`.
+
+    Args:
+        tiles: [num_tiles, TILE] float32 masses, 0 for ids that may not be drawn; not all 0.
+        draw: uniform in [0, 1).
+    """
+    cumulative = cumulative_mass(tiles)
+    target = draw * float(cumulative[-1])
+    tile = min(int(np.count_nonzero(cumulative <= target)), len(tiles) - 1)
+    rest = target - (float(cumulative[tile - 1]) if tile else 0.0)
     inside = np.cumsum(tiles[tile], dtype=np.float64)
     # Rounding may leave `rest` at or above the tile's own sum: the tile's last drawable id is meant then.
     drawable = np.flatnonzero(tiles[tile])
-    index = min(int(np.count_nonzero(inside <= rest)), int(drawable[-1]))
-    return tile * TILE + index
+    return tile, min(int(np.count_nonzero(inside <= rest)), int(drawable[-1]))
 
 
 def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int, RowStatus]:
@@ -112,8 +120,9 @@ def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int,
         masses[order[sampling.top_k :]] = 0.0
     if sampling.top_p < 1.0:
         cumulative = np.cumsum(masses[order], dtype=np.float64)
-        total = masses.sum(dtype=np.float64)
+        total = float(cumulative_mass(as_tiles(masses))[-1])
         num_kept = int(np.count_nonzero(cumulative < sampling.top_p * total)) + 1
         masses[order[num_kept:]] = 0.0
     masses[masses < np.float32(sampling.min_p) * masses.max()] = 0.0
-    return pick(masses, sampling.draw), RowStatus.OK
+    tile, offset = pick(as_tiles(masses), sampling.draw)
+    return tile * TILE + offset, RowStatus.OK
