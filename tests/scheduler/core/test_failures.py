@@ -339,6 +339,23 @@ def test_counts_that_contradict_the_rows_change_nothing(name: str) -> None:
     assert snapshot(driver) == before
 
 
+def test_a_decode_step_needs_one_token_per_row() -> None:
+    """B4: without counts every row has a token."""
+    driver = Driver.of(overlap_depth=0)
+    driver.add(1, 4)
+    driver.add(2, 4)
+    driver.must_plan()
+    driver.commit(10, 20)
+    driver.must_plan()
+    before = snapshot(driver)
+    good = driver.result(11, 21)
+    for tokens in ([], [11], [11, 21, 31]):
+        with pytest.raises(StepMismatch, match=f"has {len(tokens)} tokens"):
+            driver.scheduler.commit(LANE, replace(good, token_ids=tokens))
+        assert snapshot(driver) == before
+    assert driver.commit(11, 21).token_ids == [11, 21]
+
+
 def test_a_middle_chunk_with_a_token_is_refused() -> None:
     """M1, C4: a row that does not sample has no token."""
     driver = two_rows()

@@ -380,8 +380,7 @@ class CoreMachine(RuleBasedStateMachine):
         for turn in range(4000):
             if self.scheduler.is_idle:
                 break
-            # A plan sent behind a doomed step is doomed itself; see test_a_failure_is_not_handed_on_for_ever.
-            moved = [self.try_plan(lane_id) for lane_id, worker in self.workers.items() if not worker.doomed]
+            moved = [self.try_plan(lane_id) for lane_id in self.workers]
             if not any(moved):
                 moved = [self.try_settle(lane_id, turn, "none") for lane_id in self.workers]
                 assert any(moved), "O8: nothing moves, and not idle"
