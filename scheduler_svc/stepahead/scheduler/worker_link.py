@@ -26,6 +26,14 @@ from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneConfig, LaneId, StepMismatch
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
+from stepahead.scheduler.worker_stream import (
+    RETRIED,
+    Call,
+    EpochClosed,
+    StreamNotOpened,
+    is_being_cancelled,
+    open_stream,
+)
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("worker_link")
@@ -42,12 +50,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 PING_INTERVAL_S = 0.5
 PONG_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0
-RETRIED = ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED")
-"""Ends of a resume that say nothing about the session: a network on the way, a worker that is slow."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 5.0
-
-Call = grpc.aio.StreamStreamCall[worker_pb2.RunStepsRequest, worker_pb2.RunStepsResponse]
 
 
 class LinkState(Enum):
@@ -59,21 +63,8 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-class EpochClosed(Exception):
-    """The session is over: its state on the worker is void."""
-
-
 class WorkerRefused(Exception):
     """The worker cannot join; it is asked again later."""
-
-
-class StreamNotOpened(Exception):
-    """A stream that never stood."""
-
-    def __init__(self, status: str, detail: str) -> None:
-        super().__init__(f"{status} {detail}")
-        self.status = status
-        self.detail = detail
 
 
 class LinkOwner(Protocol):
@@ -131,7 +122,6 @@ class WorkerLink:
         self._pong_at = 0.0
         self._running_step_age_ns = 0
         self._closing = False
-        self._lane_config: LaneConfig | None = None
 
     # -------------------------------------------------------------------------------------------- engine side
 
@@ -214,7 +204,7 @@ class WorkerLink:
         self.state = LinkState.DIALLING
         self.info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=5.0)
         try:
-            self._lane_config = lane_config_from_proto(self.info.limits)
+            lane_config_from_proto(self.info.limits)
         except ValueError as error:
             raise WorkerRefused(f"its limits make no sense: {error}") from error
         await self._owner.adopt(self, stub)
@@ -273,7 +263,7 @@ class WorkerLink:
         """
         call: Call = stub.RunSteps()
         try:
-            self._opened(await self._open(call, epoch, generation, timeout_s), epoch)
+            self._opened(await open_stream(call, self._open_message(epoch, generation), timeout_s), epoch)
             tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._ping())]
             try:
                 await self._read(call)
@@ -284,26 +274,6 @@ class WorkerLink:
         finally:
             # A dropped call object would go on running on the other side.
             call.cancel()
-
-    async def _open(self, call: Call, epoch: int, generation: int, timeout_s: float) -> worker_pb2.SessionOpened:
-        """Opens or resumes the session. A worker that says nothing (stopped, behind a dead network) is given up."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await call.write(worker_pb2.RunStepsRequest(open=self._open_message(epoch, generation)))
-                first = await call.read()
-        except grpc.aio.AioRpcError as error:
-            raise StreamNotOpened(error.code().name, error.details() or "") from error
-        except TimeoutError as error:
-            raise StreamNotOpened("DEADLINE_EXCEEDED", f"no answer within {timeout_s:.1f} s") from error
-        except asyncio.CancelledError as error:
-            if _is_being_cancelled():
-                raise
-            raise StreamNotOpened("CANCELLED", "by the peer") from error
-        if not isinstance(first, worker_pb2.RunStepsResponse):
-            raise StreamNotOpened((await call.code()).name, await call.details() or "ended without an answer")
-        if first.WhichOneof("event") != "opened":
-            raise EpochClosed(f"the first message is {first.WhichOneof('event')}, not opened")
-        return first.opened
 
     def _open_message(self, epoch: int, generation: int) -> worker_pb2.OpenSession:
         message = worker_pb2.OpenSession(
@@ -329,7 +299,7 @@ class WorkerLink:
         self._pong_at = time.monotonic()
         self.state = LinkState.OPEN
         if not resumed:
-            self._owner.open_lane(self, self._lane_config, opened.worker_epoch)
+            self._owner.open_lane(self, lane_config_from_proto(self.info.limits), opened.worker_epoch)
             return
         self.stats.num_resumes += 1
         self._outbox.clear()
@@ -368,7 +338,7 @@ class WorkerLink:
                     raise EpochClosed(f"{error.code().name} {error.details()}") from error
                 return
             except asyncio.CancelledError:
-                if _is_being_cancelled():
+                if is_being_cancelled():
                     raise
                 log.warning("stream broke", worker=self.address, status="CANCELLED", detail="by the peer")
                 return
@@ -430,9 +400,3 @@ class WorkerLink:
             violations=list(rejected.violations),
         )
         raise EpochClosed(f"plan {rejected.step_id} rejected: {reason}")
-
-
-def _is_being_cancelled() -> bool:
-    """Whether this very task was cancelled. grpc.aio tells a CANCELLED status of the peer the same way."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,0 +1,64 @@
+"""The first exchange of a RunSteps stream, and the ways in which a stream can fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from stepahead.v1 import worker_pb2
+
+Call = grpc.aio.StreamStreamCall[worker_pb2.RunStepsRequest, worker_pb2.RunStepsResponse]
+
+RETRIED = ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED")
+"""Ends of a resume that say nothing about the session: a network on the way, a worker that is slow."""
+
+
+class EpochClosed(Exception):
+    """The session is over: its state on the worker is void."""
+
+
+class StreamNotOpened(Exception):
+    """A stream that never stood.
+
+    Attributes:
+        status: name of the gRPC status it ended with.
+        detail: for a person.
+    """
+
+    def __init__(self, status: str, detail: str) -> None:
+        super().__init__(f"{status} {detail}")
+        self.status = status
+        self.detail = detail
+
+
+async def open_stream(call: Call, message: worker_pb2.OpenSession, timeout_s: float) -> worker_pb2.SessionOpened:
+    """Opens or resumes a session. A worker that says nothing (stopped, behind a dead network) is given up.
+
+    Raises:
+        StreamNotOpened: the worker refused, or did not answer in time.
+        EpochClosed: it answered with something else.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await call.write(worker_pb2.RunStepsRequest(open=message))
+            first = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise StreamNotOpened(error.code().name, error.details() or "") from error
+    except TimeoutError as error:
+        raise StreamNotOpened("DEADLINE_EXCEEDED", f"no answer within {timeout_s:.1f} s") from error
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        raise StreamNotOpened("CANCELLED", "by the peer") from error
+    if not isinstance(first, worker_pb2.RunStepsResponse):
+        raise StreamNotOpened((await call.code()).name, await call.details() or "ended without an answer")
+    if first.WhichOneof("event") != "opened":
+        raise EpochClosed(f"the first message is {first.WhichOneof('event')}, not opened")
+    return first.opened
+
+
+def is_being_cancelled() -> bool:
+    """Whether this very task was cancelled. grpc.aio tells a CANCELLED status of the peer the same way."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
