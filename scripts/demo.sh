@@ -3,7 +3,7 @@
 # Arguments go to `stepahead demo` (try --overlap off, --workers 2, --prompt "...").
 set -eu
 cd "$(dirname "$0")/.."
-make --no-print-directory setup smollm2
+make -s setup smollm2
 model=$(find .cache/models -name '*.gguf' | sort | head -n 1)
 if [ -z "$model" ]; then
     echo "no .gguf file under .cache/models after make smollm2" >&2

@@ -110,7 +110,7 @@ def test_unclear_input_is_a_usage_error(stepahead, arguments):
 @pytest.mark.parametrize(
     ("status", "exit_code", "parts"),
     [
-        (violation("sampling.top_p"), 2, ["INVALID_ARGUMENT", "[sampling.top_p]", "is wrong"]),
+        (violation("sampling.top_p"), 2, ["INVALID_ARGUMENT: sampling.top_p is wrong"]),
         (retry_status(grpc.StatusCode.NOT_FOUND, 0), 2, ["NOT_FOUND"]),
         (retry_status(grpc.StatusCode.RESOURCE_EXHAUSTED, 500), 3, ["try again in 0.5 s"]),
         (retry_status(grpc.StatusCode.UNAVAILABLE, 500), 3, ["UNAVAILABLE", "try later"]),
@@ -126,10 +126,18 @@ def test_failure_is_one_line_and_an_exit_code(stepahead, fake: FakeServer, statu
         assert part in result.stderr
 
 
+def test_field_is_named_even_if_the_text_does_not(stepahead, fake: FakeServer):
+    status = violation("sampling.top_p")
+    status.message = "out of range\nand more"
+    fake.generate = failing(status)
+    result = stepahead("generate", "hi", "--address", fake.address)
+    assert result.stderr == "error: INVALID_ARGUMENT [sampling.top_p]: out of range\n"
+
+
 def test_value_that_does_not_fit_is_bad_input_without_a_server(stepahead):
     result = stepahead("generate", "hi", "--max-tokens", "-1", "--address", "127.0.0.1:1")
     assert result.exit_code == 2
-    assert "[stopping.max_tokens]" in result.stderr
+    assert "stopping.max_tokens: -1" in result.stderr
 
 
 def test_nobody_listening_says_how_to_start_a_server(stepahead):
@@ -188,11 +196,14 @@ def test_status_json_holds_integers_and_shares(stepahead, fake: FakeServer):
     assert (worker["overlap_share"], worker["idle_fraction"]) == (0.75, 0.0)
 
 
-def test_status_table_names_the_worker(stepahead, fake: FakeServer):
-    fake.status.workers.add(address="other:2", connected=False)
+@pytest.mark.parametrize("num_more", [0, 1, 5])
+def test_status_table_names_every_worker(stepahead, fake: FakeServer, num_more):
+    for index in range(num_more):
+        fake.status.workers.add(address=f"other:{index}", connected=False)
     result = stepahead("status", "--address", fake.address, env={"COLUMNS": "160"})
-    for part in ("serving", "127.0.0.1:1", "75.0%", "0/100", "not connected"):
+    for part in ("serving", "127.0.0.1:1", "75.0%", "0 of 100"):
         assert part in result.stdout
+    assert result.stdout.count("other:") == result.stdout.count("not connected") == num_more
 
 
 def test_chat_once(stepahead, fake: FakeServer):
@@ -216,7 +227,7 @@ def test_chat_goes_on_after_a_refused_message_and_ends_with_the_input(stepahead,
     fake.generate = failing(violation("chat.messages"))
     result = stepahead("chat", "--address", fake.address, stdin="first\nsecond\n")
     assert result.exit_code == 0
-    assert result.stderr.count("[chat.messages]") == 2
+    assert result.stderr.count("chat.messages is wrong") == 2
     assert [len(each.chat.messages) for each in fake.requests] == [1, 1]
 
 

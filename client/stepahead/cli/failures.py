@@ -55,11 +55,12 @@ def exit_code_of(error: StepaheadError) -> int:
 def describe(error: StepaheadError) -> str:
     """One line: status, field, text, hint."""
     status = error.code or type(error).__name__
-    field = error.violations[0].field if error.violations else ""
-    where = f" [{field}]" if field else ""
-    hint = _hint(error)
     # A status text may hold several lines; the first says what happened.
     text = error.message.strip().splitlines()[0]
+    field = error.violations[0].field if error.violations else ""
+    # Most texts name their field already.
+    where = "" if field in text else f" [{field}]"
+    hint = _hint(error)
     return f"error: {status}{where}: {text}" + (f" ({hint})" if hint else "")
 
 

@@ -10,6 +10,8 @@ from stepahead.cli.options import CONTEXT_SETTINGS, address_option, json_option
 from stepahead.cli.rendering import status_object
 from stepahead.client import Client, ServerStatus, WorkerStatus
 
+_MAX_WORKER_COLUMNS = 3
+
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @address_option
@@ -50,24 +52,37 @@ def _summary(status: ServerStatus) -> Table:
 
 
 def _worker_table(workers: tuple[WorkerStatus, ...]) -> Table:
+    """One column per worker while they fit next to each other, else one row per worker."""
+    columns = [_worker_facts(worker) for worker in workers]
+    names = list(columns[0])
     table = Table()
-    table.add_column("worker", overflow="fold")
-    for name in ("device", "running", "slots used", "blocks used", "overlapped", "idle", "gap p50/p99", "plan p99"):
-        table.add_column(name, justify="right")
-    for worker in workers:
-        slots, blocks, steps = worker.slots, worker.blocks, worker.steps
-        table.add_row(
-            worker.address,
-            worker.device if worker.connected else "not connected",
-            str(worker.num_running),
-            f"{slots.total - slots.free}/{slots.total}",
-            f"{blocks.total - blocks.free:,}/{blocks.total:,}",
-            _share(steps.overlap_share),
-            _share(steps.idle_fraction),
-            f"{steps.gap_ns_p50 / 1e6:.3f}/{steps.gap_ns_p99 / 1e6:.3f} ms",
-            f"{steps.boundary_to_plan_ns_p99 / 1e6:.3f} ms",
-        )
+    if len(workers) <= _MAX_WORKER_COLUMNS:
+        table.add_column("worker", style="bold")
+        for worker in workers:
+            table.add_column(worker.address, overflow="fold")
+        for name in names:
+            table.add_row(name, *[facts[name] for facts in columns])
+    else:
+        table.add_column("worker", overflow="fold")
+        for name in names:
+            table.add_column(name, justify="right")
+        for worker, facts in zip(workers, columns, strict=True):
+            table.add_row(worker.address, *facts.values())
     return table
+
+
+def _worker_facts(worker: WorkerStatus) -> dict[str, str]:
+    slots, blocks, steps = worker.slots, worker.blocks, worker.steps
+    return {
+        "device": worker.device if worker.connected else "not connected",
+        "running": str(worker.num_running),
+        "slots used": f"{slots.total - slots.free} of {slots.total}",
+        "blocks used": f"{blocks.total - blocks.free:,} of {blocks.total:,}",
+        "overlapped": _share(steps.overlap_share),
+        "idle": _share(steps.idle_fraction),
+        "gap p50, p99": f"{steps.gap_ns_p50 / 1e6:.3f}, {steps.gap_ns_p99 / 1e6:.3f} ms",
+        "plan p99": f"{steps.boundary_to_plan_ns_p99 / 1e6:.3f} ms",
+    }
 
 
 def _share(share: float | None) -> str:
