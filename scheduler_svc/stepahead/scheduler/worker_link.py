@@ -26,14 +26,7 @@ from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneConfig, LaneId, StepMismatch
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
-from stepahead.scheduler.worker_stream import (
-    RETRIED,
-    Call,
-    EpochClosed,
-    StreamNotOpened,
-    is_being_cancelled,
-    open_stream,
-)
+from stepahead.scheduler.worker_stream import RETRIED, Call, EpochClosed, StreamNotOpened, is_cancelled, open_stream
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("worker_link")
@@ -338,7 +331,7 @@ class WorkerLink:
                     raise EpochClosed(f"{error.code().name} {error.details()}") from error
                 return
             except asyncio.CancelledError:
-                if is_being_cancelled():
+                if is_cancelled():
                     raise
                 log.warning("stream broke", worker=self.address, status="CANCELLED", detail="by the peer")
                 return

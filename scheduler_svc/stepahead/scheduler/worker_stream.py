@@ -48,7 +48,7 @@ async def open_stream(call: Call, message: worker_pb2.OpenSession, timeout_s: fl
     except TimeoutError as error:
         raise StreamNotOpened("DEADLINE_EXCEEDED", f"no answer within {timeout_s:.1f} s") from error
     except asyncio.CancelledError as error:
-        if is_being_cancelled():
+        if is_cancelled():
             raise
         raise StreamNotOpened("CANCELLED", "by the peer") from error
     if not isinstance(first, worker_pb2.RunStepsResponse):
@@ -58,7 +58,7 @@ async def open_stream(call: Call, message: worker_pb2.OpenSession, timeout_s: fl
     return first.opened
 
 
-def is_being_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Whether this very task was cancelled. grpc.aio tells a CANCELLED status of the peer the same way."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
