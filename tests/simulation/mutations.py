@@ -441,9 +441,9 @@ def _rules(*ids: str) -> frozenset[str]:
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("E1: blocks are free at retirement", _release_blocks_at_retirement, _rules("E1", "E4")),
     Mutation("E1/E3: the fence is the oldest step in flight", _fence_one_step_early, _rules("E1", "E3", "E4")),
-    Mutation("E3: slots are free at retirement", _release_slots_at_retirement, _rules("E3", "B6")),
+    Mutation("E3: slots are free at retirement", _release_slots_at_retirement, _rules("E3", "B6", "O8")),
     Mutation("E4: a block is lost at close", _lose_a_block_at_close, _rules("E4")),
-    Mutation("B6: the release is not sent", _forget_the_release, _rules("B6", "E4")),
+    Mutation("B6: the release is not sent", _forget_the_release, _rules("B6", "E4", "M3")),
     Mutation(
         "E7: preempt instead of waiting",
         _never_wait_for_returning_blocks,

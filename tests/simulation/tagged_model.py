@@ -63,7 +63,7 @@ class SimRequest:
         return self.stop_text_modulus > 0 and mix(token, output_index) % self.stop_text_modulus == 0
 
 
-def oracle(request: SimRequest, *, vocab: int, max_model_len: int) -> tuple[list[int], str]:
+def oracle(request: SimRequest, *, vocab: int, max_model_len: int, suppressing: bool) -> tuple[list[int], str]:
     """The answer of the same request alone, synchronously, with an infinite cache."""
     tags: list[int] = []
     context = 0
@@ -79,7 +79,7 @@ def oracle(request: SimRequest, *, vocab: int, max_model_len: int) -> tuple[list
             seed=request.seed,
             output_index=len(outputs),
             vocab=vocab,
-            suppressed=tuple(sorted(request.stop_ids)),
+            suppressed=tuple(sorted(request.stop_ids)) if suppressing else (),
             min_tokens=request.min_tokens,
         )
         outputs.append(token)

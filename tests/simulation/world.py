@@ -29,6 +29,9 @@ from stepahead.v1 import worker_pb2
 from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.tagged_model import SimRequest, oracle
 
+MAX_EVENTS_WITHOUT_COMMIT = 3000
+"""Far more than any schedule of these sizes needs between two commits."""
+
 
 class SimulationFailure(AssertionError):
     """The world came out wrong."""
@@ -62,6 +65,12 @@ class World:
         self.depth = rng.choice([0, 1, 1, 1, 2])
         self.vocab = rng.choice([5, 11, 29])
         self.faulty = rng.random() < 0.5
+        self.calm = rng.random() < 0.3
+        """Nobody aborts, no deadline passes: whatever is stuck stays stuck (rule O8)."""
+        self.eager = rng.random() < 0.5
+        """Plans leave whenever a window is open, as in the real step loop."""
+        self.suppressing = rng.random() < 0.7
+        """Whether the worker keeps stop ids back until min_tokens; the core must hold the line without it (J6)."""
         self.config = SchedulerConfig(
             overlap_depth=self.depth,
             settle_prompts_in_place=rng.random() < 0.2,
@@ -71,6 +80,7 @@ class World:
         self.scheduler = Scheduler(self.config)
         self.counters: Counter[str] = Counter()
         self.clients: dict[RequestKey, Client] = {}
+        self.events_since_commit = 0
         self.now_ns = 0
         self.epoch = 0
         self.next_key = 1
@@ -118,6 +128,9 @@ class World:
             if self._step() is False:
                 break
             check_invariants(self.scheduler)
+            self.events_since_commit += 1
+            if self.scheduler.sequences and self.events_since_commit > MAX_EVENTS_WITHOUT_COMMIT:
+                raise SimulationFailure("O8: requests are live and nothing is committed any more")
         else:
             raise SimulationFailure("O8: the world did not come to rest")
         self._check_end()
@@ -131,6 +144,10 @@ class World:
         _, name, action = self.rng.choices(choices, weights)[0]
         self.counters[name] += 1
         action()
+        if self.eager:
+            for lane_id, lane in self.lanes.items():
+                while lane.worker is not None and self._plan(lane_id):
+                    pass
         return True
 
     def _enabled(self) -> list[tuple[float, str, object]]:
@@ -157,7 +174,7 @@ class World:
                 events.append((3.0, "deliver", lambda lane_id=lane_id: self._deliver(lane_id)))
             if self.faulty and live:
                 events.append((0.01, "crash", lambda lane_id=lane_id: self._crash(lane_id)))
-        if live:
+        if live and not self.calm:
             events.append((0.08, "abort", lambda: self._abort(rng.choice(live))))
             events.append((0.3, "tick", self._tick))
         for lane_id, lane in self.lanes.items():
@@ -189,7 +206,10 @@ class World:
                     max_tokens=request.max_tokens,
                     min_tokens=request.min_tokens,
                     stop_token_ids=request.stop_ids,
-                    sampling=SamplingSpec(seed=request.seed, suppressed_token_ids=tuple(sorted(request.stop_ids))),
+                    sampling=SamplingSpec(
+                        seed=request.seed,
+                        suppressed_token_ids=tuple(sorted(request.stop_ids)) if self.suppressing else (),
+                    ),
                     deadline_ns=deadline,
                     queue_deadline_ns=queue_deadline,
                 )
@@ -204,12 +224,12 @@ class World:
             return
         self.clients[key] = Client(request)
 
-    def _plan(self, lane_id: LaneId) -> None:
+    def _plan(self, lane_id: LaneId) -> bool:
         outcome = self.scheduler.plan(lane_id)
         self.counters["admissions"] += len(outcome.admitted)
         self.counters["preemptions"] += len(outcome.preempted)
         if outcome.plan is None:
-            return
+            return False
         plan = outcome.plan
         self.counters["sit_outs"] += len(plan.sit_out_slots)
         self.counters["chunks"] += sum(not samples for samples in plan.row_samples)
@@ -218,6 +238,7 @@ class World:
         worker = self.lanes[lane_id].worker
         assert worker is not None
         worker.accept(wire)
+        return True
 
     def _complete(self, lane: LaneWorld) -> None:
         assert lane.worker is not None
@@ -235,6 +256,7 @@ class World:
         self._commit(lane_id, event.boundary)
 
     def _commit(self, lane_id: LaneId, boundary: worker_pb2.StepBoundary) -> None:
+        self.events_since_commit = 0
         outcome = self.scheduler.commit(lane_id, result_from_proto(boundary))
         self.counters["overrun_rows"] += outcome.num_overrun_rows
         ended = {finished.key: finished for finished in outcome.finished}
@@ -289,7 +311,21 @@ class World:
         if finished.num_output_tokens != len(client.tokens):
             raise SimulationFailure("B11: the terminal message counts other tokens than were delivered")
         client.finished = finished
+        self._check_overrun(finished)
         self.counters[f"finished_{finished.reason.value}"] += 1
+
+    def _check_overrun(self, finished: Finished) -> None:
+        """An end that could be foreseen costs no row, one that could not at most D (rules D1, D2)."""
+        if finished.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        rows = sum(
+            stay.sequence.request.key == finished.key
+            for lane in self.scheduler.lanes.values()
+            for step in lane.in_flight
+            for stay in [*step.decode_rows, *(row[0] for row in step.explicit_rows)]
+        )
+        if rows > (self.depth if finished.reason is FinishReason.STOP else 0):
+            raise SimulationFailure(f"D1, D2: {finished.reason} left {rows} rows in flight")
 
     # ---------------------------------------------------------------------------------------- end
 
@@ -299,11 +335,19 @@ class World:
                 self.counters.update(lane.worker.counters)
         if not self.scheduler.is_idle:
             raise SimulationFailure("A8: at rest, but not idle")
+        delivered = sum(len(client.tokens) for client in self.clients.values())
+        if self.counters["preemptions"] > delivered + len(self.clients):
+            raise SimulationFailure(f"E8: {self.counters['preemptions']} preemptions for {delivered} tokens")
         for key, client in self.clients.items():
             finished = client.finished
             if finished is None:
                 raise SimulationFailure(f"D8: request {key} never ended")
-            expected, reason = oracle(client.request, vocab=self.vocab, max_model_len=self.max_model_len)
+            expected, reason = oracle(
+                client.request,
+                vocab=self.vocab,
+                max_model_len=self.max_model_len,
+                suppressing=self.suppressing,
+            )
             if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
                 if (client.tokens, finished.reason.value) != (expected, reason):
                     raise SimulationFailure(

@@ -183,7 +183,7 @@ def _past_the_table(lane: Lane) -> None:
 
 
 def _past_the_limit(lane: Lane) -> None:
-    next(iter(lane.decoding)).feed_limit = 1
+    next(iter(lane.decoding)).sequence.max_total_tokens = 1
 
 
 def _gap_in_steps(lane: Lane) -> None:
@@ -225,7 +225,7 @@ def _forgotten(lane: Lane) -> None:
         (_negative, "A2"),
         (_placeholder_too_many, "A2"),
         (_past_the_table, "A6"),
-        (_past_the_limit, "A6"),
+        (_past_the_limit, "D2"),
         (_gap_in_steps, "B1"),
         (_fence_in_the_future, "E1"),
         (_too_many_steps, "B3"),

@@ -92,6 +92,10 @@ def _check_steps(scheduler: Scheduler, lane: Lane) -> None:
         _require(len(step.incarnations) <= lane.config.max_num_seqs, "M3", "more rows than max_num_seqs")
         for stay in step.fenced:
             _require(stay.last_step == step.step_id, "E1", "a fence is not the stay's last step")
+    held = {*_live_stays(lane), *(stay for step in lane.in_flight for stay in step.fenced)}
+    for step in lane.in_flight:
+        for stay in [*(stay for stay, _, _ in step.explicit_rows), *step.decode_rows]:
+            _require(stay in held, "E1", f"step {step.step_id} names a stay whose slot is free")
     for stay in _live_stays(lane):
         _require(stay.last_step < lane.next_step_id, "E1", "a fence names a step not dispatched")
 
@@ -120,7 +124,7 @@ def _check_counters(lane: Lane, stay: Stay) -> None:
         _require(dispatched == num_history + unknown - 1, "A2", f"S != H + U - 1: {where}")
     if stay.sequence.num_output_tokens and not in_flight and stay not in lane.prefilling:
         _require(num_history == settled + 1, "A1", f"H != P + 1: {where}")
-    _require(dispatched <= stay.feed_limit, "A6", f"fed past the limit: {where}")
+    _require(dispatched < stay.sequence.max_total_tokens, "D2", f"fed the last possible output: {where}")
     _require(dispatched <= stay.capacity, "A6", f"fed past the block table: {where}")
     _require(stay.capacity == len(stay.block_ids) * lane.config.block_size, "A6", "capacity is not the table's")
     _require(num_history <= stay.sequence.max_total_tokens, "D2", f"history too long: {where}")

@@ -190,19 +190,15 @@ class Lane:
         slot = stay.slot
         if slot in self.left_slots:
             self.left_slots.remove(slot)
-        if slot in self.new_block_slots:
-            pairs = zip(self.new_block_slots, self.new_blocks, strict=True)
-            kept = [(other, block) for other, block in pairs if other != slot]
-            self.new_block_slots = [other for other, _ in kept]
-            self.new_blocks = [block for _, block in kept]
+        # A stay that got a block in this plan is never the victim: the youngest is asked last.
+        assert slot not in self.new_block_slots, "a victim has a block of this plan"
 
     def close(self, stay: Stay) -> None:
         """The fence has passed: slot and blocks are free, tail blocks last to be given out again."""
         self.slots.release([stay.slot])
         self.blocks.release(stay.block_ids)
         stay.block_ids = []
-        if stay.sequence.stay is stay:
-            stay.sequence.stay = None
+        stay.sequence.stay = None
 
     def dispatch(self, plan: StepPlan, step: StepInFlight) -> None:
         """Books a plan as sent: every delta it carries is gone from the lane."""

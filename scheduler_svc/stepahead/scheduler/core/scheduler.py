@@ -88,8 +88,7 @@ class Scheduler:
             preempted.append(self._preempt(stay.sequence))
         for step in lane.in_flight:
             for stay in step.fenced:
-                if stay.sequence.stay is stay:
-                    stay.sequence.stay = None
+                stay.sequence.stay = None
         return tuple(preempted)
 
     def _lane(self, lane_id: LaneId) -> Lane:
