@@ -268,18 +268,10 @@ def request(prompt: Sequence[int] | str = (1, 2, 3), max_tokens: int | None = 8,
 
 
 async def read(call: Any) -> Any:
-    """The next message; None at the end, whatever it is.
-
-    grpc.aio tells a CANCELLED status as the reader's own cancellation.
-    """
+    """The next message; None at the end, whatever it is."""
     try:
         response = await call.read()
     except grpc.aio.AioRpcError:
-        return None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
         return None
     return None if response is grpc.aio.EOF else response
 

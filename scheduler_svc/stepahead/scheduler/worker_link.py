@@ -26,7 +26,7 @@ from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneConfig, LaneId, StepMismatch
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
-from stepahead.scheduler.worker_stream import RETRIED, Call, EpochClosed, StreamNotOpened, is_cancelled, open_stream
+from stepahead.scheduler.worker_stream import RETRIED, Call, EpochClosed, StreamNotOpened, open_stream
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("worker_link")
@@ -329,11 +329,6 @@ class WorkerLink:
                 log.warning("stream broke", worker=self.address, status=error.code().name, detail=error.details())
                 if error.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION):
                     raise EpochClosed(f"{error.code().name} {error.details()}") from error
-                return
-            except asyncio.CancelledError:
-                if is_cancelled():
-                    raise
-                log.warning("stream broke", worker=self.address, status="CANCELLED", detail="by the peer")
                 return
             if not isinstance(response, worker_pb2.RunStepsResponse):
                 if self._closing:

@@ -47,18 +47,8 @@ async def open_stream(call: Call, message: worker_pb2.OpenSession, timeout_s: fl
         raise StreamNotOpened(error.code().name, error.details() or "") from error
     except TimeoutError as error:
         raise StreamNotOpened("DEADLINE_EXCEEDED", f"no answer within {timeout_s:.1f} s") from error
-    except asyncio.CancelledError as error:
-        if is_cancelled():
-            raise
-        raise StreamNotOpened("CANCELLED", "by the peer") from error
     if not isinstance(first, worker_pb2.RunStepsResponse):
         raise StreamNotOpened((await call.code()).name, await call.details() or "ended without an answer")
     if first.WhichOneof("event") != "opened":
         raise EpochClosed(f"the first message is {first.WhichOneof('event')}, not opened")
     return first.opened
-
-
-def is_cancelled() -> bool:
-    """Whether this very task was cancelled. grpc.aio tells a CANCELLED status of the peer the same way."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
