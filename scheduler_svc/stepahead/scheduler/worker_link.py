@@ -115,6 +115,7 @@ class WorkerLink:
         self._pong_at = 0.0
         self._running_step_age_ns = 0
         self._closing = False
+        self._closed = asyncio.Event()
 
     # -------------------------------------------------------------------------------------------- engine side
 
@@ -159,6 +160,7 @@ class WorkerLink:
     def close(self) -> None:
         """Ends the session in an orderly way; `run` returns soon after."""
         self._closing = True
+        self._closed.set()
         self._enqueue(worker_pb2.RunStepsRequest(close=worker_pb2.CloseSession(reason="scheduler stops")))
 
     def _enqueue(self, message: worker_pb2.RunStepsRequest) -> None:
@@ -184,7 +186,8 @@ class WorkerLink:
             except StreamNotOpened as error:
                 self._log_not_ready(error.status, error.detail)
             if not self._closing:
-                await asyncio.sleep(backoff_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), backoff_s)
                 backoff_s = min(backoff_s * 2, LAST_BACKOFF_S)
         self.state = LinkState.CLOSED
 
