@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from stepahead.scheduler.convert import lane_config_from_proto, plan_to_proto, result_from_proto
 from stepahead.scheduler.core import (
+    Batching,
     Finished,
     FinishReason,
     LaneId,
@@ -74,6 +75,7 @@ class World:
         self.config = SchedulerConfig(
             overlap_depth=self.depth,
             settle_prompts_in_place=rng.random() < 0.2,
+            batching=rng.choice([Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.FIXED]),
             skip_ahead_window=rng.choice([0, 1, 4]),
             max_times_passed=rng.choice([0, 2, 8]),
         )

@@ -65,6 +65,7 @@ class Engine:
             SchedulerConfig(
                 overlap_depth=settings.overlap_depth,
                 settle_prompts_in_place=settings.settle_prompts_in_place,
+                batching=settings.batching,
             )
         )
         self.budget = MessageBudget(loop, settings.messages_per_second)

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import click
 
+from stepahead.scheduler.core import Batching
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
@@ -22,6 +24,7 @@ class Settings:
     """host:port of each worker."""
     overlap_depth: int
     settle_prompts_in_place: bool = False
+    batching: Batching = Batching.CONTINUOUS
     max_waiting_requests: int = 4096
     default_max_tokens: int = 1024
     messages_per_second: int = 4000
@@ -72,6 +75,12 @@ def options(function: FunctionT) -> FunctionT:
                 default="retain",
                 help="Whether prompt steps are waited for in place.",
             ),
+            _option(
+                "--batching",
+                type=click.Choice([policy.value for policy in Batching]),
+                default=Batching.CONTINUOUS.value,
+                help="When newcomers are admitted; fixed is for comparison.",
+            ),
             _option("--max-waiting-requests", type=click.IntRange(1), default=4096, help="Queue bound."),
             _option("--default-max-tokens", type=click.IntRange(1), default=1024, help="If a request has none."),
             _option("--messages-per-second", type=click.IntRange(100), default=4000, help="Stream budget."),
@@ -108,6 +117,7 @@ def from_options(values: dict[str, object]) -> Settings:
         workers=workers,
         overlap_depth=parse_overlap(str(values["overlap"])),
         settle_prompts_in_place=values["settle_prompts"] == "in-place",
+        batching=Batching(str(values["batching"])),
         max_waiting_requests=_int(values["max_waiting_requests"]),
         default_max_tokens=_int(values["default_max_tokens"]),
         messages_per_second=_int(values["messages_per_second"]),

@@ -4,7 +4,7 @@ Nothing in this package reads a clock, draws a random number, logs, awaits or to
 results come in as arguments; plans and events go out as values. `import-linter` holds it to that.
 """
 
-from stepahead.scheduler.core.config import LaneConfig, SchedulerConfig
+from stepahead.scheduler.core.config import Batching, LaneConfig, SchedulerConfig
 from stepahead.scheduler.core.errors import (
     CoreError,
     RequestInfeasible,
@@ -26,6 +26,7 @@ from stepahead.scheduler.core.scheduler import Scheduler
 __all__ = [
     "Admission",
     "Admitted",
+    "Batching",
     "BlockId",
     "CommitOutcome",
     "CoreError",

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Batching(Enum):
+    """When a lane takes newcomers. Neither policy reads how long an answer will be."""
+
+    CONTINUOUS = "continuous"
+    """Whenever there is room: a slot is filled again the step after it is free."""
+    FIXED = "fixed"
+    """Only while the lane is empty: a batch ends together before the next one begins. For comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +23,7 @@ class SchedulerConfig:
     """D: steps that may be dispatched beyond the oldest uncommitted one; 0 is no overlap."""
     settle_prompts_in_place: bool = False
     """Whether a step with explicit rows (prompt chunks) is COMPLETE_IN_PLACE although D > 0."""
+    batching: Batching = Batching.CONTINUOUS
     skip_ahead_window: int = 8
     """How many requests behind a blocked head of the line are tried."""
     max_times_passed: int = 32

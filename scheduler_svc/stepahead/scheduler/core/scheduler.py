@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from stepahead.scheduler.core.committing import commit_step, fail_step
-from stepahead.scheduler.core.config import LaneConfig, SchedulerConfig
+from stepahead.scheduler.core.config import Batching, LaneConfig, SchedulerConfig
 from stepahead.scheduler.core.errors import RequestInfeasible, UnknownLane
 from stepahead.scheduler.core.events import (
     Admitted,
@@ -242,8 +242,11 @@ class Scheduler:
             fail_step(lane, step_id)
 
     def _admit(self) -> tuple[Admitted, ...]:
-        places = sum(max(0, lane.config.max_num_seqs - lane.num_running) for lane in self.lanes.values())
-        if not places or not self.waiting:
+        if not self.waiting:
+            return ()
+        lanes = self._open_lanes()
+        places = sum(max(0, lane.config.max_num_seqs - lane.num_running) for lane in lanes)
+        if not places:
             return ()
         admitted: list[Admitted] = []
         blocked: list[Sequence] = []
@@ -251,7 +254,7 @@ class Scheduler:
             if any(passed.times_passed >= self.config.max_times_passed for passed in blocked):
                 break
             # A preempted sequence whose last step is in flight still owes a token: not yet.
-            lane = self._place(sequence) if sequence.stay is None else None
+            lane = _place(sequence, lanes) if sequence.stay is None else None
             if lane is None:
                 blocked.append(sequence)
                 if len(blocked) > self.config.skip_ahead_window:
@@ -262,26 +265,11 @@ class Scheduler:
                 passed.times_passed += 1
         return tuple(admitted)
 
-    def _place(self, sequence: Sequence) -> Lane | None:
-        """The lane with the most room for the sequence, or None."""
-        best: Lane | None = None
-        best_room = (-1.0, -1)
-        for lane in self.lanes.values():
-            config = lane.config
-            if (
-                lane.num_running >= config.max_num_seqs
-                or not lane.slots.num_free
-                or sequence.max_total_tokens > config.max_model_len
-                or sequence.max_total_tokens - 1 > config.num_cache_tokens
-            ):
-                continue
-            # A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
-            headroom = max(1, config.num_blocks // 100) if lane.num_running else 0
-            left = lane.blocks.num_free - config.num_blocks_for(len(sequence.history)) - headroom
-            room = (1 - lane.num_running / config.max_num_seqs, left)
-            if left >= 0 and room > best_room:
-                best, best_room = lane, room
-        return best
+    def _open_lanes(self) -> list[Lane]:
+        """Lanes that take newcomers in this pass."""
+        if self.config.batching is Batching.CONTINUOUS:
+            return list(self.lanes.values())
+        return [lane for lane in self.lanes.values() if not lane.num_running and not lane.finishing]
 
     def _admit_to(self, lane: Lane, sequence: Sequence) -> Admitted:
         first_time = sequence.status is RequestStatus.WAITING
@@ -303,3 +291,25 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Nothing waits, runs or is in flight (rule A8): an empty queue alone is not idleness."""
         return not self.sequences and not any(lane.in_flight for lane in self.lanes.values())
+
+
+def _place(sequence: Sequence, lanes: list[Lane]) -> Lane | None:
+    """The lane with the most room for the sequence, or None."""
+    best: Lane | None = None
+    best_room = (-1.0, -1)
+    for lane in lanes:
+        config = lane.config
+        if (
+            lane.num_running >= config.max_num_seqs
+            or not lane.slots.num_free
+            or sequence.max_total_tokens > config.max_model_len
+            or sequence.max_total_tokens - 1 > config.num_cache_tokens
+        ):
+            continue
+        # A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
+        headroom = max(1, config.num_blocks // 100) if lane.num_running else 0
+        left = lane.blocks.num_free - config.num_blocks_for(len(sequence.history)) - headroom
+        room = (1 - lane.num_running / config.max_num_seqs, left)
+        if left >= 0 and room > best_room:
+            best, best_room = lane, room
+    return best
