@@ -17,29 +17,28 @@ import contextlib
 import time
 from collections import deque
 from enum import Enum
-from typing import Protocol
 
 import grpc
 import structlog
 
 from stepahead.scheduler.convert import WireError, lane_config_from_proto
-from stepahead.scheduler.core import CommitOutcome, LaneConfig, LaneId, StepMismatch
+from stepahead.scheduler.core import CommitOutcome, LaneId, StepMismatch
+from stepahead.scheduler.link_owner import LinkOwner
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
-from stepahead.scheduler.worker_stream import RETRIED, Call, EpochClosed, StreamNotOpened, open_stream
+from stepahead.scheduler.worker_stream import (
+    CHANNEL_OPTIONS,
+    RETRIED,
+    Call,
+    EpochClosed,
+    StreamNotOpened,
+    open_stream,
+)
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("worker_link")
 
 PROTOCOL_MAJOR = 1
-CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", 64 * 2**20),
-    ("grpc.max_send_message_length", 64 * 2**20),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-]
 PING_INTERVAL_S = 0.5
 PONG_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0
@@ -58,34 +57,6 @@ class LinkState(Enum):
 
 class WorkerRefused(Exception):
     """The worker cannot join; it is asked again later."""
-
-
-class LinkOwner(Protocol):
-    """What the link tells, in order, on the event loop."""
-
-    async def adopt(self, link: WorkerLink, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
-        """Checks link.info against the served model (or serves it). Raises WorkerRefused."""
-        ...
-
-    def next_epoch(self) -> int:
-        """A scheduler epoch larger than every earlier one of this process."""
-        ...
-
-    def open_lane(self, link: WorkerLink, config: LaneConfig, epoch: int) -> None:
-        """A new session stands."""
-        ...
-
-    def lose_lane(self, link: WorkerLink, reason: str) -> None:
-        """The session is over. Harmless if none stood."""
-        ...
-
-    def on_boundary(self, link: WorkerLink, boundary: worker_pb2.StepBoundary, read_ns: int) -> None:
-        """A boundary of the current session, in step order. Raises StepMismatch."""
-        ...
-
-    def on_step_failed(self, link: WorkerLink, epoch: int, step_id: int) -> None:
-        """A step failed as a whole."""
-        ...
 
 
 class WorkerLink:
@@ -113,6 +84,8 @@ class WorkerLink:
         self._session_id = 0
         self._resume_grace_s = 0.0
         self._pong_at = 0.0
+        self._heard_at = 0.0
+        self._is_silent = False
         self._running_step_age_ns = 0
         self._closing = False
         self._closed = asyncio.Event()
@@ -260,7 +233,7 @@ class WorkerLink:
         call: Call = stub.RunSteps()
         try:
             self._opened(await open_stream(call, self._open_message(epoch, generation), timeout_s), epoch)
-            tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._ping())]
+            tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._ping(call))]
             try:
                 await self._read(call)
             finally:
@@ -312,22 +285,31 @@ class WorkerLink:
                 self._outbox_filled.clear()
                 await self._outbox_filled.wait()
 
-    async def _ping(self) -> None:
-        """Asks the worker's step loop for a sign of life; a silent or stuck one ends the call."""
+    async def _ping(self, call: Call) -> None:
+        """Asks the worker's step loop for a sign of life; ends the call of a worker that says nothing.
+
+        The reader itself has no timeout: one per boundary would cost a task and two turns of the loop each.
+        """
         nonce = 0
-        while True:
+        self._is_silent = False
+        self._heard_at = time.monotonic()
+        while time.monotonic() - self._heard_at < PONG_TIMEOUT_S:
             nonce += 1
             self._enqueue(worker_pb2.RunStepsRequest(ping=worker_pb2.Ping(nonce=nonce)))
             await asyncio.sleep(PING_INTERVAL_S)
+        log.warning("worker silent", worker=self.address, seconds=PONG_TIMEOUT_S)
+        self._is_silent = True
+        call.cancel()
 
     async def _read(self, call: Call) -> None:
         """Reads until the stream breaks. The engine's turn runs right here."""
         while True:
             try:
-                response = await asyncio.wait_for(call.read(), PONG_TIMEOUT_S)
-            except TimeoutError:
-                log.warning("worker silent", worker=self.address, seconds=PONG_TIMEOUT_S)
-                return
+                response = await call.read()
+            except asyncio.CancelledError:
+                if self._is_silent:
+                    return  # our own cancel of the call, not of this task
+                raise
             except grpc.aio.AioRpcError as error:
                 log.warning("stream broke", worker=self.address, status=error.code().name, detail=error.details())
                 if error.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION):
@@ -337,6 +319,7 @@ class WorkerLink:
                 if self._closing:
                     raise EpochClosed("closed by us")
                 return
+            self._heard_at = time.monotonic()
             self._handle(response, time.monotonic_ns())
 
     def _handle(self, response: worker_pb2.RunStepsResponse, read_ns: int) -> None:

@@ -10,6 +10,15 @@ from stepahead.v1 import worker_pb2
 
 Call = grpc.aio.StreamStreamCall[worker_pb2.RunStepsRequest, worker_pb2.RunStepsResponse]
 
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+]
+
 RETRIED = ("UNAVAILABLE", "CANCELLED", "DEADLINE_EXCEEDED")
 """Ends of a resume that say nothing about the session: a network on the way, a worker that is slow."""
 
