@@ -54,11 +54,12 @@ def worker_settings(model: str, **fields: Any) -> WorkerSettings:
     return WorkerSettings(**(defaults | fields))
 
 
-def slowed(runner: Runner, step_s: float) -> Runner:
-    """The same runner with forwards that take longer, so that a test can act while a step runs."""
+def watched(runner: Runner, step_s: float, on_forward: Callable[[StepBatch], None]) -> Runner:
+    """The same runner with forwards that are told of and take longer, so that a test can act meanwhile."""
     forward = runner.forward
 
     def slow_forward(batch: StepBatch) -> None:
+        on_forward(batch)
         forward(batch)
         time.sleep(step_s)
 
@@ -67,10 +68,19 @@ def slowed(runner: Runner, step_s: float) -> Runner:
 
 
 @asynccontextmanager
-async def serve_worker(model: str, *, step_s: float = 0.0, **fields: Any) -> AsyncIterator[WorkerServer]:
-    """A loaded worker with a toy model."""
+async def serve_worker(
+    model: str, *, step_s: float = 0.0, on_forward: Callable[[StepBatch], None] = lambda _: None, **fields: Any
+) -> AsyncIterator[WorkerServer]:
+    """A loaded worker with a toy model.
+
+    Args:
+        model: the toy.
+        step_s: by how much every forward takes longer.
+        on_forward: told of every batch, on the device thread.
+        fields: of the settings.
+    """
     settings = worker_settings(model, **fields)
-    server = WorkerServer(settings, lambda: slowed(make_runner(model), step_s), Announcer(None))
+    server = WorkerServer(settings, lambda: watched(make_runner(model), step_s, on_forward), Announcer(None))
     await server.listen()
     try:
         await server.load()
