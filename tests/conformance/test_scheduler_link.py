@@ -318,6 +318,23 @@ async def test_a_worker_with_impossible_limits_is_refused() -> None:
         assert not any(task.done() for task in stack.server.cluster._tasks)
 
 
+async def test_a_request_that_can_never_fit_is_refused() -> None:
+    """G9, V3: within the context limit, but more than the whole cache."""
+    async with (
+        serve_script(worker_info(num_blocks=8)) as (worker, address),
+        serve_scheduler(address, overlap_depth=0) as stack,
+    ):
+        stream, _ = await worker.open()
+        await eventually(lambda: bool(stack.server.engine.links))
+        refused = await stack.generate([1] * 10, 24)
+        assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.fields == ["stopping.max_tokens"]
+        asked = asyncio.create_task(stack.generate([1] * 10, 23))
+        for token in range(23):
+            await stream.step(token)
+        assert oks(await asked, list(range(23))), "32 positions and a last token, which is never fed"
+
+
 async def test_a_loading_worker_is_asked_again() -> None:
     async with serve_script() as (worker, address):
         worker.is_loading = True

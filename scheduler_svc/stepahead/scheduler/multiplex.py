@@ -16,6 +16,7 @@ import structlog
 from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest, RequestCancelled
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.live_request import Subscription
+from stepahead.scheduler.request_decoding import Undecodable
 from stepahead.scheduler.telemetry import incident_id
 from stepahead.scheduler.text.errors import TextError
 from stepahead.v1 import generation_pb2
@@ -75,6 +76,8 @@ class MultiplexSession:
         try:
             while True:
                 message = cast(object, await self._context.read())
+                if isinstance(message, Undecodable):
+                    raise message.error()
                 if not isinstance(message, generation_pb2.MultiplexRequest):
                     self._half_closed = True  # grpc.aio.EOF: the client has closed its side
                     return

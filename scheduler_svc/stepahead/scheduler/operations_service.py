@@ -119,7 +119,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     ) -> operations_pb2.ListRequestsResponse:
         if request.page_size > MAX_PAGE_SIZE:
             raise InvalidRequest([FieldViolation("page_size", f"is more than {MAX_PAGE_SIZE}")])
-        if request.page_token and not request.page_token.isdecimal():
+        if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 20):
             raise InvalidRequest([FieldViolation("page_token", "is not one this server gave out")])
         page_size = request.page_size or 100
         after = int(request.page_token or 0)

@@ -22,6 +22,7 @@ from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.generation_service import GenerationService
 from stepahead.scheduler.model_service import ModelService
 from stepahead.scheduler.operations_service import OperationsService
+from stepahead.scheduler.request_decoding import RequestDecoding
 from stepahead.scheduler.settings import Settings
 from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
@@ -55,7 +56,7 @@ class Server:
         self.address = ""
         health_module: Any = health  # its stubs leave the asyncio half out
         self._health: Any = health_module.aio.HealthServicer()
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS)
+        self._grpc = grpc.aio.server(interceptors=[RequestDecoding()], options=SERVER_OPTIONS)
         self._announced_ready = False
 
     async def start(self) -> None:
