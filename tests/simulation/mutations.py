@@ -215,11 +215,12 @@ def _drop_frames(patch: pytest.MonkeyPatch, *, only_the_oldest: bool) -> None:
 
     def mutant(lane: Lane, result: StepResult, finish: Callable[[Sequence, Finished], None]) -> CommitOutcome:
         hidden: list[Sequence] = []
-        for stay in committing._rows(lane.in_flight[0]) if lane.in_flight else []:
-            sequence = stay[0].sequence
-            first = not only_the_oldest or stay[0].incarnation not in dropped
+        step = lane.in_flight[0] if lane.in_flight else None
+        for stay in [*(row[0] for row in step.explicit_rows), *step.decode_rows] if step is not None else []:
+            sequence = stay.sequence
+            first = not only_the_oldest or stay.incarnation not in dropped
             if sequence.status is RequestStatus.PREEMPTED and first:
-                dropped.add(stay[0].incarnation)
+                dropped.add(stay.incarnation)
                 sequence.status = RequestStatus.FINISHED
                 hidden.append(sequence)
         outcome = commit(lane, result, finish)
@@ -266,26 +267,37 @@ def _feed_the_last_output(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stay, "__init__", mutant)
 
 
+def _sampled_rows(step: StepInFlight, result: StepResult) -> list[tuple[Stay, int]]:
+    """The rows of a step that got a token, with it."""
+    stays = [stay for stay, _, _ in step.explicit_rows] + step.decode_rows
+    counts = result.token_counts or [1] * len(stays)
+    return list(
+        zip((stay for stay, count in zip(stays, counts, strict=True) if count), result.token_ids, strict=True)
+    )
+
+
 def _deliver_overrun(patch: pytest.MonkeyPatch, *, only_aborted: bool) -> None:
     """Exposes the token of a row whose request has ended: by any end, or by an abort only (F2)."""
-    commit, abort = committing._commit_decode_rows, Scheduler.abort
+    commit, abort = committing.commit_step, Scheduler.abort
     aborted: set[RequestKey] = set()
 
     def mutant_abort(scheduler: Scheduler, key: RequestKey, reason: FinishReason = FinishReason.CANCELLED):
         aborted.add(key)
         return abort(scheduler, key, reason)
 
-    def mutant(rows: list[Stay], token_ids: list[int], outcome: CommitOutcome, finish: committing.Finish) -> None:
-        ended = [stay.sequence.status is RequestStatus.FINISHED for stay in rows]
-        commit(rows, token_ids, outcome, finish)
-        for stay, token, over in zip(rows, token_ids, ended, strict=True):
+    def mutant(lane: Lane, result: StepResult, finish: committing.Finish) -> CommitOutcome:
+        rows = _sampled_rows(lane.in_flight[0], result) if lane.in_flight else []
+        ended = [stay.sequence.status is RequestStatus.FINISHED for stay, _ in rows]
+        outcome = commit(lane, result, finish)
+        for (stay, token), over in zip(rows, ended, strict=True):
             key = stay.sequence.request.key
             if over and (key in aborted or not only_aborted):
-                outcome.keys.append(key)
-                outcome.token_ids.append(token)
+                outcome.keys = [*outcome.keys, key]
+                outcome.token_ids = [*outcome.token_ids, token]
+        return outcome
 
     patch.setattr(Scheduler, "abort", mutant_abort)
-    patch.setattr(committing, "_commit_decode_rows", mutant)
+    patch.setattr(scheduler_module, "commit_step", mutant)
 
 
 def _check_end(patch: pytest.MonkeyPatch, *, length_first: bool, min_tokens_slack: int) -> None:
@@ -338,8 +350,8 @@ def _budget_one_too_large(patch: pytest.MonkeyPatch) -> None:
 def _feed_a_position_twice(patch: pytest.MonkeyPatch) -> None:
     advance = planning._advance
 
-    def mutant(lane: Lane, step: StepInFlight) -> None:
-        advance(lane, step)
+    def mutant(lane: Lane, step: StepInFlight, sitting_out: dict[Stay, None]) -> None:
+        advance(lane, step, sitting_out)
         # The cursor lags, and so do the books that the checker compares it with.
         for index, (stay, count, samples) in enumerate(step.explicit_rows):
             if count > 1 and not samples:
@@ -388,7 +400,8 @@ def _keep_placeholders_of_failed_steps(patch: pytest.MonkeyPatch) -> None:
     fail = committing.fail_step
 
     def mutant(lane: Lane, step_id: int) -> None:
-        sampling = [stay for stay, _, samples in committing._rows(lane.in_flight[0]) if samples]
+        step = lane.in_flight[0]
+        sampling = [stay for stay, _, samples in step.explicit_rows if samples] + step.decode_rows
         fail(lane, step_id)  # type: ignore[arg-type]
         for stay in sampling:
             stay.num_placeholders += 1

@@ -34,10 +34,10 @@ def commit_step(lane: Lane, result: StepResult, finish: Finish) -> CommitOutcome
     lane.in_flight.popleft()
     lane.committed_through = step.step_id
     lane.doomed = lane.doomed and bool(lane.in_flight)
-    if result.token_counts is None and not result.faults and not step.explicit_rows:
-        _commit_decode_rows(step.decode_rows, result.token_ids, outcome, finish)
-    else:
-        _commit_rows(lane, step, result, outcome, finish)
+    if step.members:
+        lane.clock.settled += 1
+    _commit_explicit_rows(lane, step, result, outcome, finish)
+    _commit_members(lane, step, result, outcome, finish)
     _close_fenced(lane, step)
     lane.num_overrun_rows += outcome.num_overrun_rows
     return outcome
@@ -72,70 +72,110 @@ def fail_step(lane: Lane, step_id: StepId) -> None:
     step = lane.in_flight.popleft()
     lane.committed_through = step.step_id
     lane.doomed = bool(lane.in_flight)
-    for stay, count, samples in _rows(step):
+    for stay, count, samples in step.explicit_rows:
         stay.num_dispatched -= count
         if samples:
             stay.num_placeholders -= 1
         lane.rewind(stay)
+    if step.members:
+        lane.clock.settled += 1
+    for stay in step.members.stays:
+        stay.num_settled -= 1  # the clock counted it
+        stay.num_dispatched -= 1
+        lane.rewind(stay)
     _close_fenced(lane, step)
 
 
-def _rows(step: StepInFlight) -> list[tuple[Stay, int, bool]]:
-    return step.explicit_rows + [(stay, 1, True) for stay in step.decode_rows]
-
-
-def _commit_decode_rows(rows: list[Stay], token_ids: list[int], outcome: CommitOutcome, finish: Finish) -> None:
-    """The steady path: every row fed one position and sampled one token."""
-    finished = RequestStatus.FINISHED
-    keys, tokens = outcome.keys, outcome.token_ids
-    for stay, token in zip(rows, token_ids, strict=True):
-        stay.num_settled += 1
-        stay.num_placeholders -= 1
-        sequence = stay.sequence
-        if sequence.status is finished:
-            outcome.num_overrun_rows += 1
-            continue
-        history = sequence.history
-        history.append(token)
-        request = sequence.request
-        keys.append(request.key)
-        tokens.append(token)
-        if token in request.stop_token_ids or len(history) >= sequence.max_total_tokens:
-            _check_end(sequence, token, outcome, finish)
-
-
-def _commit_rows(
+def _commit_members(
     lane: Lane, step: StepInFlight, result: StepResult, outcome: CommitOutcome, finish: Finish
 ) -> None:
-    """Any mix of rows: chunks without a sample, faults, holes."""
+    """Decode rows. The clock has moved P and U of every one; what is left are tokens, ends and empty rows."""
+    members = step.members
+    if not members:
+        return
+    num_members = len(members)
+    counts = result.token_counts
+    whole = counts is None or sum(counts[-num_members:]) == num_members
+    if not whole or step.has_dead_rows:
+        _commit_mixed_members(lane, step, result, outcome, finish)
+        return
+    tokens = result.token_ids if len(result.token_ids) == num_members else result.token_ids[-num_members:]
+    for history, token in zip(members.histories, tokens, strict=True):
+        history.append(token)
+    if outcome.keys:
+        outcome.keys = outcome.keys + members.keys
+        outcome.token_ids = outcome.token_ids + tokens
+    else:
+        outcome.keys, outcome.token_ids = members.keys, tokens
+    if not members.stop_token_ids.isdisjoint(tokens):
+        for stay, token in zip(members.stays, tokens, strict=True):
+            if token in stay.sequence.request.stop_token_ids:
+                _check_end(stay.sequence, token, outcome, finish)
+    for stay in step.last_outputs:
+        if stay.sequence.status is not RequestStatus.FINISHED:
+            _check_end(stay.sequence, stay.sequence.history[-1], outcome, finish)
+
+
+def _commit_mixed_members(
+    lane: Lane, step: StepInFlight, result: StepResult, outcome: CommitOutcome, finish: Finish
+) -> None:
+    """Decode rows of which some are overrun or came back empty."""
+    counts = result.token_counts
+    first = len(step.explicit_rows)
+    num_explicit_tokens = first if counts is None else sum(counts[:first])
+    tokens = iter(result.token_ids[num_explicit_tokens:])
+    keys, token_ids = list(outcome.keys), list(outcome.token_ids)
+    for index, stay in enumerate(step.members.stays, first):
+        if counts is not None and not counts[index]:
+            stay.num_settled -= 1  # the clock counted it
+            stay.num_placeholders += 1
+            _commit_empty_row(lane, stay, 1, result, outcome, finish)
+            continue
+        token = next(tokens)
+        sequence = stay.sequence
+        if sequence.status is RequestStatus.FINISHED:
+            outcome.num_overrun_rows += 1
+            continue
+        sequence.history.append(token)
+        keys.append(sequence.request.key)
+        token_ids.append(token)
+        _check_end(sequence, token, outcome, finish)
+    outcome.keys, outcome.token_ids = keys, token_ids
+
+
+def _commit_explicit_rows(
+    lane: Lane, step: StepInFlight, result: StepResult, outcome: CommitOutcome, finish: Finish
+) -> None:
+    """Chunks with or without a sample, and rows fed again."""
     tokens = iter(result.token_ids)
     counts = result.token_counts
-    for index, (stay, count, samples) in enumerate(_rows(step)):
+    for index, (stay, count, samples) in enumerate(step.explicit_rows):
         sequence = stay.sequence
         live = sequence.status is not RequestStatus.FINISHED
         if not samples:
             stay.num_settled += count
             outcome.num_overrun_rows += not live
             continue
-        stay.num_placeholders -= 1
-        if counts is None or counts[index]:
-            token = next(tokens)
-            stay.num_settled += count
-            if not live:
-                outcome.num_overrun_rows += 1
-                continue
-            sequence.history.append(token)
-            outcome.keys.append(sequence.request.key)
-            outcome.token_ids.append(token)
-            _check_end(sequence, token, outcome, finish)
+        if counts is not None and not counts[index]:
+            _commit_empty_row(lane, stay, count, result, outcome, finish)
             continue
-        _commit_empty_row(lane, stay, count, result, outcome, finish)
+        token = next(tokens)
+        stay.num_placeholders -= 1
+        stay.num_settled += count
+        if not live:
+            outcome.num_overrun_rows += 1
+            continue
+        sequence.history.append(token)
+        outcome.keys.append(sequence.request.key)
+        outcome.token_ids.append(token)
+        _check_end(sequence, token, outcome, finish)
 
 
 def _commit_empty_row(
     lane: Lane, stay: Stay, count: int, result: StepResult, outcome: CommitOutcome, finish: Finish
 ) -> None:
     """A sampling row without a token: its last position is to be fed again, or the request ends (rule J10)."""
+    stay.num_placeholders -= 1
     stay.num_settled += count - 1
     stay.num_dispatched -= 1
     sequence = stay.sequence

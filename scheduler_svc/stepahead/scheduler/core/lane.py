@@ -6,47 +6,66 @@ Lanes never wait for each other. The lane keeps books; deciding is `scheduler.py
 from __future__ import annotations
 
 from collections import deque
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from stepahead.scheduler.core.block_pool import FencedPool
 from stepahead.scheduler.core.config import LaneConfig
+from stepahead.scheduler.core.decode_rows import DecodeRows
 from stepahead.scheduler.core.ids import NO_STEP, BlockId, Incarnation, LaneId, SlotId, StepId
 from stepahead.scheduler.core.plan import StepPlan
-from stepahead.scheduler.core.sequence import Sequence, Stay
+from stepahead.scheduler.core.sequence import DecodeClock, Sequence, Stay
 
 
 class StepInFlight:
     """A dispatched step: its rows in plan order, and what its completion gives back."""
 
-    __slots__ = ("decode_rows", "explicit_rows", "fenced", "incarnations", "num_tokens", "step_id")
+    __slots__ = (
+        "explicit_rows",
+        "fenced",
+        "has_dead_rows",
+        "incarnations",
+        "last_outputs",
+        "members",
+        "num_tokens",
+        "step_id",
+    )
 
-    def __init__(
-        self,
-        step_id: StepId,
-        explicit_rows: list[tuple[Stay, int, bool]],
-        decode_rows: list[Stay],
-    ) -> None:
+    def __init__(self, step_id: StepId, explicit_rows: list[tuple[Stay, int, bool]], members: DecodeRows) -> None:
         self.step_id = step_id
         self.explicit_rows = explicit_rows
         """(stay, positions fed, samples)."""
-        self.decode_rows = decode_rows
+        self.members = members
         """Each feeds one position and samples."""
-        self.incarnations: list[Incarnation] = [stay.incarnation for stay, _, _ in explicit_rows]
-        self.incarnations += [stay.incarnation for stay in decode_rows]
-        self.num_tokens = sum(count for _, count, _ in explicit_rows) + len(decode_rows)
+        self.incarnations = members.incarnations
+        if explicit_rows:
+            self.incarnations = [stay.incarnation for stay, _, _ in explicit_rows] + members.incarnations
+        self.num_tokens = sum(count for _, count, _ in explicit_rows) + len(members)
+        self.last_outputs: list[Stay] = []
+        """Members whose last possible output this step samples."""
+        self.has_dead_rows = False
+        """Whether a row's stay was retired after the step was dispatched."""
         self.fenced: list[Stay] = []
         """Retired stays whose slot and blocks come back when this step commits."""
+
+    @property
+    def decode_rows(self) -> list[Stay]:
+        """The members' stays."""
+        return self.members.stays
 
 
 class Lane:
     """Books of one worker."""
 
     __slots__ = (
+        "_rows",
         "blocks",
+        "clock",
         "committed_through",
         "config",
+        "crossing",
         "decoding",
         "doomed",
+        "due",
         "epoch",
         "finishing",
         "in_flight",
@@ -73,6 +92,12 @@ class Lane:
         """Stays that still feed known tokens, in order of admission."""
         self.decoding: dict[Stay, None] = {}
         """The decode set: one token per step each, in joining order (the worker keeps the same set)."""
+        self.clock = DecodeClock()
+        self.crossing: list[Stay] = []
+        """Members whose next position needs a block."""
+        self.due: dict[int, list[Stay]] = {}
+        """Members by the tick after which they reach their next stop."""
+        self._rows: DecodeRows | None = None
         self.finishing: dict[Stay, None] = {}
         """Stays whose last possible output is in flight: no more rows, their blocks are coming back."""
         self.in_flight: deque[StepInFlight] = deque()
@@ -103,6 +128,7 @@ class Lane:
         stay = Stay(
             sequence,
             lane_id=self.lane_id,
+            clock=self.clock,
             incarnation=incarnation,
             slot=slots[0],
             block_ids=block_ids,
@@ -128,20 +154,56 @@ class Lane:
         """Blocks that come back when steps in flight commit, without taking anybody's place (rule E7)."""
         return self.blocks.num_quarantined + sum(len(stay.block_ids) for stay in self.finishing)
 
+    @property
+    def rows(self) -> DecodeRows:
+        """The decode set as columns; the same object until the set changes."""
+        if self._rows is None:
+            self._rows = DecodeRows(self.decoding)
+        return self._rows
+
+    def tick(self, step: StepInFlight) -> None:
+        """A step with decode rows was dispatched: the whole set advances, and whoever is due gets attention."""
+        clock = self.clock
+        clock.dispatched += 1
+        clock.last_step = step.step_id
+        for stay in self.due.pop(clock.dispatched, ()):
+            if stay not in self.decoding:
+                continue
+            position = stay.num_dispatched
+            if position >= stay.feed_limit:
+                step.last_outputs.append(stay)
+                self._leave_decode_set(stay)
+                self.left_slots.append(stay.slot)
+                self.finishing[stay] = None
+            elif position >= stay.capacity:
+                self.crossing.append(stay)
+            else:
+                self.schedule_stop(stay)  # it sat out a tick
+
+    def schedule_stop(self, stay: Stay) -> None:
+        """Books the tick after which the member reaches its next stop."""
+        tick = self.clock.dispatched + stay.next_stop - stay.num_dispatched
+        self.due.setdefault(tick, []).append(stay)
+
     def settle_into_decode(self, stay: Stay) -> None:
         """The stay's newest known token is dispatched: from now on it feeds what it sampled, if anything."""
         self.prefilling.remove(stay)
         if stay.num_dispatched >= stay.feed_limit:
             self.finishing[stay] = None
+            return
+        stay.join_decode_set()
+        self.decoding[stay] = None
+        self._rows = None
+        self.joined.append(stay)
+        if stay.num_dispatched >= stay.capacity:
+            self.crossing.append(stay)
         else:
-            self.decoding[stay] = None
-            self.joined.append(stay)
+            self.schedule_stop(stay)
 
-    def leave_decode_set(self, stay: Stay) -> None:
-        """The stay's last possible output was dispatched: it keeps its slot and gets no more rows."""
+    def _leave_decode_set(self, stay: Stay) -> None:
+        stay.leave_decode_set()
         del self.decoding[stay]
-        self.left_slots.append(stay.slot)
-        self.finishing[stay] = None
+        self._rows = None
 
     def rewind(self, stay: Stay) -> None:
         """A sampling row came back empty: feed its position again as an explicit row, once nothing is in flight."""
@@ -158,12 +220,12 @@ class Lane:
 
     def _leave_rows(self, stay: Stay) -> None:
         """Takes the stay out of whatever gives it rows, and the worker's decode set with it."""
-        if stay in self.joined:
-            self.joined.remove(stay)
-            del self.decoding[stay]
-        elif stay in self.decoding:
-            del self.decoding[stay]
-            self.left_slots.append(stay.slot)
+        if stay in self.decoding:
+            self._leave_decode_set(stay)
+            if stay in self.joined:
+                self.joined.remove(stay)
+            else:
+                self.left_slots.append(stay.slot)
         elif stay in self.finishing:
             del self.finishing[stay]
         else:
@@ -181,9 +243,11 @@ class Lane:
         self.blocks.quarantine(len(stay.block_ids))
         if stay.last_step <= self.committed_through:
             self.close(stay)
-        else:
-            index = stay.last_step - self.in_flight[0].step_id
-            self.in_flight[index].fenced.append(stay)
+            return
+        index = stay.last_step - self.in_flight[0].step_id
+        self.in_flight[index].fenced.append(stay)
+        for step in islice(self.in_flight, index + 1):
+            step.has_dead_rows = True
 
     def _forget_deltas(self, stay: Stay) -> None:
         """Takes back deltas that no plan has carried yet: the release says it all."""

@@ -8,6 +8,7 @@ victim never has to be taken out of a plan under construction (rule G5).
 from __future__ import annotations
 
 from stepahead.scheduler.core.config import SchedulerConfig
+from stepahead.scheduler.core.decode_rows import DecodeRows
 from stepahead.scheduler.core.lane import Lane, StepInFlight
 from stepahead.scheduler.core.plan import Admission, SettleMode, StepPlan
 from stepahead.scheduler.core.sequence import Stay
@@ -29,19 +30,23 @@ def build_plan(lane: Lane, config: SchedulerConfig, sitting_out: dict[Stay, None
         sitting_out: members of the decode set that `make_room` found no block for.
     """
     _make_way_for_returning_rows(lane, sitting_out)
-    decode_rows = [stay for stay in lane.decoding if stay not in sitting_out]
+    members = lane.rows
+    if sitting_out:
+        members = DecodeRows(stay for stay in lane.decoding if stay not in sitting_out)
     explicit_rows = _choose_chunks(
         lane,
-        budget=lane.config.max_num_batched_tokens - len(decode_rows),
-        max_rows=lane.config.max_num_seqs - len(decode_rows),
+        budget=lane.config.max_num_batched_tokens - len(members),
+        max_rows=lane.config.max_num_seqs - len(members),
     )
-    if not decode_rows and not explicit_rows:
+    if not members and not explicit_rows:
         return None
-    return _dispatch(lane, config, StepInFlight(lane.next_step_id, explicit_rows, decode_rows), sitting_out)
+    return _dispatch(lane, config, StepInFlight(lane.next_step_id, explicit_rows, members), sitting_out)
 
 
 def _make_way_for_returning_rows(lane: Lane, sitting_out: dict[Stay, None]) -> None:
     """A last output that came back empty has lost its place to a newcomer: the youngest sit out a step for it."""
+    if not lane.prefilling and len(lane.decoding) <= lane.config.max_num_seqs:
+        return
     num_returning = sum(stay.rewinding and not stay.num_in_flight for stay in lane.prefilling)
     surplus = len(lane.decoding) - len(sitting_out) + num_returning - lane.config.max_num_seqs
     if surplus > 0:
@@ -62,12 +67,16 @@ def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
     """
     waiting: dict[Stay, None] = {}
     victims: list[Stay] = []
-    crossing = [stay for stay in lane.decoding if stay.num_dispatched >= stay.capacity]
-    if not crossing:
+    if not lane.crossing:
         return waiting, victims
+    # A member may have left, and even joined again, since it was booked.
+    crossing = [s for s in dict.fromkeys(lane.crossing) if s in lane.decoding and s.num_dispatched >= s.capacity]
     crossing.sort(key=lambda stay: stay.sequence.arrival)
     for stay in crossing:
-        while not stay.retired and not lane.extend(stay):
+        while not stay.retired:
+            if lane.extend(stay):
+                lane.schedule_stop(stay)
+                break
             if len(waiting) < lane.num_returning_blocks:
                 waiting[stay] = None
                 break
@@ -76,6 +85,7 @@ def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
             victims.append(victim)
     for victim in victims:
         waiting.pop(victim, None)
+    lane.crossing = list(waiting)
     return waiting, victims
 
 
@@ -125,25 +135,18 @@ def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_o
         total_rows=len(step.incarnations),
     )
     lane.dispatch(plan, step)
-    _advance(lane, step)
+    _advance(lane, step, sitting_out)
     return plan
 
 
-def _advance(lane: Lane, step: StepInFlight) -> None:
-    step_id = step.step_id
-    last_outputs: list[Stay] = []
-    for stay in step.decode_rows:
-        position = stay.num_dispatched + 1
-        stay.num_dispatched = position
-        stay.num_placeholders += 1
-        stay.last_step = step_id
-        if position >= stay.feed_limit:
-            last_outputs.append(stay)
-    for stay in last_outputs:
-        lane.leave_decode_set(stay)
+def _advance(lane: Lane, step: StepInFlight, sitting_out: dict[Stay, None]) -> None:
+    if step.members:
+        for stay in sitting_out:
+            stay.sit_out()
+        lane.tick(step)
     for stay, count, samples in step.explicit_rows:
         stay.num_dispatched += count
-        stay.last_step = step_id
+        stay.last_step = step.step_id
         stay.announced = True
         stay.rewinding = False
         if samples:

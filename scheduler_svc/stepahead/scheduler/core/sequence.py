@@ -71,6 +71,28 @@ class Sequence:
         self.status = target
 
 
+class DecodeClock:
+    """The common stride of a lane's decode set.
+
+    Members of the set advance together, one position per step with decode rows. So a steady step moves two
+    numbers here, whatever the width of the batch, and a member's counters are read relative to them:
+
+        joined at tick j            now
+        |------ ticks dispatched --->|      S = own + (dispatched - j) - ticks sat out
+        |---- ticks settled --->|           P = own + (settled - j)    - settled ticks sat out
+    """
+
+    __slots__ = ("dispatched", "last_step", "settled")
+
+    def __init__(self) -> None:
+        self.dispatched = 0
+        """Ticks: dispatched steps with decode rows."""
+        self.settled = 0
+        """Ticks whose step has committed; they commit in order."""
+        self.last_step: StepId = NO_STEP
+        """The step of the newest tick."""
+
+
 class Stay:
     """One stay of a sequence in a slot of a lane: what an incarnation number names.
 
@@ -79,16 +101,20 @@ class Stay:
     """
 
     __slots__ = (
+        "_clock",
+        "_dispatched",
+        "_joined_at",
+        "_last_step",
+        "_left_at",
+        "_placeholders",
+        "_sat_out",
+        "_settled",
         "announced",
         "block_ids",
         "capacity",
         "feed_limit",
         "incarnation",
         "lane_id",
-        "last_step",
-        "num_dispatched",
-        "num_placeholders",
-        "num_settled",
         "retired",
         "rewinding",
         "sequence",
@@ -100,6 +126,7 @@ class Stay:
         sequence: Sequence,
         *,
         lane_id: LaneId,
+        clock: DecodeClock,
         incarnation: Incarnation,
         slot: SlotId,
         block_ids: list[BlockId],
@@ -115,16 +142,48 @@ class Stay:
         self.feed_limit = sequence.max_total_tokens - 1
         """Exclusive bound of positions ever fed: the last output is never fed, so a predictable end costs no
         wasted row (rule D2) and no position reaches max_model_len (rule A6)."""
-        self.num_dispatched = 0
-        self.num_settled = 0
-        self.num_placeholders = 0
-        self.last_step: StepId = NO_STEP
-        """Fence: newest dispatched step that names this stay."""
         self.announced = False
         """Whether a plan has carried the admission."""
         self.retired = False
         self.rewinding = False
         """A sampling row came back empty: rows in flight are holes; feed again once nothing is in flight."""
+        self._clock = clock
+        self._dispatched = 0
+        self._settled = 0
+        self._placeholders = 0
+        self._last_step: StepId = NO_STEP
+        self._joined_at: int | None = None
+        self._left_at: int | None = None
+        self._sat_out: list[int] = []
+
+    # ---------------------------------------------------------------------------------------- counters
+
+    @property
+    def num_dispatched(self) -> int:
+        """S: positions handed to the worker."""
+        return self._dispatched + self._ticks_dispatched
+
+    @num_dispatched.setter
+    def num_dispatched(self, value: int) -> None:
+        self._dispatched += value - self.num_dispatched
+
+    @property
+    def num_settled(self) -> int:
+        """P: positions whose step has completed."""
+        return self._settled + self._ticks_settled
+
+    @num_settled.setter
+    def num_settled(self, value: int) -> None:
+        self._settled += value - self.num_settled
+
+    @property
+    def num_placeholders(self) -> int:
+        """U: outputs that are scheduled and unknown."""
+        return self._placeholders + self._ticks_dispatched - self._ticks_settled
+
+    @num_placeholders.setter
+    def num_placeholders(self, value: int) -> None:
+        self._placeholders += value - self.num_placeholders
 
     @property
     def num_in_flight(self) -> int:
@@ -135,3 +194,59 @@ class Stay:
     def num_to_feed(self) -> int:
         """Tokens that may be fed now: known ones, or the one that the previous step samples."""
         return len(self.sequence.history) + self.num_placeholders - self.num_dispatched
+
+    @property
+    def last_step(self) -> StepId:
+        """Fence: newest dispatched step that may name this stay."""
+        if self._joined_at is not None and self._left_at is None:
+            return max(self._last_step, self._clock.last_step)
+        return self._last_step
+
+    @last_step.setter
+    def last_step(self, value: StepId) -> None:
+        self._last_step = value
+
+    @property
+    def next_stop(self) -> int:
+        """The position at which the stride of the decode set does not simply go on for this stay."""
+        return min(self.capacity, self.feed_limit)
+
+    # ---------------------------------------------------------------------------------------- decode set
+
+    def join_decode_set(self) -> None:
+        """From the next tick on, every tick feeds one position and samples."""
+        if self._joined_at is not None:
+            # It was a member before: what it did then is settled, and becomes its own.
+            ticks = self._ticks_dispatched
+            assert ticks == self._ticks_settled, "joins again with old rows in flight"
+            self._dispatched += ticks
+            self._settled += ticks
+        self._joined_at = self._clock.dispatched
+        self._left_at = None
+        self._sat_out = []
+
+    def leave_decode_set(self) -> None:
+        """No tick feeds it any more; those dispatched still settle."""
+        self._last_step = self.last_step
+        self._left_at = self._clock.dispatched
+
+    def sit_out(self) -> None:
+        """Called before the next tick: that one does not feed this member."""
+        self._sat_out.append(self._clock.dispatched)
+
+    @property
+    def _ticks_dispatched(self) -> int:
+        if self._joined_at is None:
+            return 0
+        end = self._clock.dispatched if self._left_at is None else self._left_at
+        return end - self._joined_at - len(self._sat_out)
+
+    @property
+    def _ticks_settled(self) -> int:
+        if self._joined_at is None:
+            return 0
+        settled = self._clock.settled
+        end = settled if self._left_at is None else min(settled, self._left_at)
+        if end <= self._joined_at:
+            return 0
+        return end - self._joined_at - sum(tick < settled for tick in self._sat_out)
