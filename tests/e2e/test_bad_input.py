@@ -81,7 +81,7 @@ async def test_an_unknown_model_is_not_found() -> None:
     [
         generation_pb2.GenerateRequest(text="Small", model="m" * 2**20),
         generation_pb2.GenerateRequest(
-            chat=generation_pb2.ChatInput(messages=[generation_pb2.ChatMessage(content="hi")] * 20_000)
+            chat=generation_pb2.ChatInput(messages=[generation_pb2.ChatMessage(content="hi")] * 4_000)
         ),
         generation_pb2.GenerateRequest(text="Small", request_id="i" * 2**20),
     ],

@@ -27,6 +27,8 @@ from stepahead.v1 import generation_pb2
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (rule J9)."""
+MAX_CHAT_MESSAGES = 4096
+"""Millions of empty messages fit a request, and looking at each would hold the loop that plans steps."""
 THREADED_ABOVE_BYTES = 8 * 1024
 """Longer prompts are tokenized in a thread: the loop also plans steps."""
 
@@ -256,7 +258,8 @@ async def prompt_token_ids(
     kind = request.WhichOneof("input")
     violations = _Violations()
     if kind is None:
-        violations.add("input", "one of text, chat or token_ids is required")
+        names = "text, chat or token_ids" if isinstance(request, generation_pb2.GenerateRequest) else "text or chat"
+        violations.add("input", f"one of {names} is required")
     elif kind == "token_ids" and isinstance(request, generation_pb2.GenerateRequest):
         ids = list(request.token_ids.ids)
         violations.check(bool(ids), "token_ids.ids", "is empty; a prompt needs at least one token")
@@ -285,10 +288,13 @@ async def _encode_text(text: str, model: ServedModel) -> list[int]:
 async def _encode_chat(chat: generation_pb2.ChatInput, model: ServedModel) -> list[int]:
     violations = _Violations()
     violations.check(bool(chat.messages), "chat.messages", "is empty")
+    count = len(chat.messages)
+    violations.check(count <= MAX_CHAT_MESSAGES, "chat.messages", f"{count} are more than {MAX_CHAT_MESSAGES}")
+    violations.raise_any()
     for index, message in enumerate(chat.messages):
         violations.check(1 <= len(message.role) <= 64, f"chat.messages[{index}].role", "must be 1 to 64 characters")
     violations.raise_any()
-    size = sum(len(message.content.encode()) for message in chat.messages)
+    size = sum(len(message.role.encode()) + len(message.content.encode()) for message in chat.messages)
     _check_size("chat", size)
     assert model.codec is not None
     codec = model.codec
