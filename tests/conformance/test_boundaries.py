@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from stepahead.v1 import worker_pb2
 from tests.conformance.double import Scheduler, connect, serve
 from tests.worker.fakes import FakeRunner, HandClockRunner
-from tests.worker.plans import IN_PLACE, admission, plan, start
+from tests.worker.plans import IN_PLACE, RETAIN, admission, plan, start
 
 Pong = worker_pb2.Pong
 
@@ -180,6 +182,21 @@ async def test_a_drain_lets_held_events_go() -> None:
         await scheduler.send(drain=worker_pb2.DrainSteps(nonce=1))
         assert (await scheduler.boundary()).completed_step_id == 1
         assert (await scheduler.read("drained")).drained.last_completed_step_id == 1
+
+
+@pytest.mark.parametrize("settle", [IN_PLACE, RETAIN])
+async def test_single_steps_end_when_they_are_flushed(settle: Any) -> None:
+    """The worker of `lab batch`: a step stands still until DrainSteps, whoever waits for it."""
+    async with serve(FakeRunner, single_step=True) as server, connect(server) as stub:
+        scheduler = Scheduler(stub)
+        await scheduler.open(overlap_depth=0)
+        plans = start(1, 0, [1, 2], settle=settle), plan(2, decode=1, committed=1, settle=settle)
+        for step, plan_of_step in enumerate(plans, 1):
+            await scheduler.plans(plan_of_step)
+            assert (await scheduler.ping()).last_completed_step_id == step - 1
+            await scheduler.send(drain=worker_pb2.DrainSteps(nonce=step))
+            assert (await scheduler.boundary()).completed_step_id == step
+            assert (await scheduler.read("drained")).drained.nonce == step
 
 
 async def test_a_session_starts_over_although_old_steps_still_run() -> None:

@@ -40,12 +40,6 @@ def test_golden_sequences(spec, prompt, expected, chunk):
     assert driver.run([driver.admit(prompt)], len(expected), chunk=chunk) == [expected]
 
 
-def test_running_sum_adds_once_per_processed_token():
-    driver = drive("toy:running-sum")
-    driver.run([driver.admit([1, 2, 3, 5])], 3)
-    assert driver.runner.num_additions == 4 + 3 - 1
-
-
 def test_score_table_speaks():
     facts = make_runner("toy:score-table").load(lambda *call: None)
     assert (facts.eos_token_ids, facts.bos_token_id, facts.vocab_size) == ((4,), 0, 5)

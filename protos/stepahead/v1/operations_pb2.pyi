@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from stepahead.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -614,6 +615,8 @@ class StepRecord(_message.Message):
     BOUNDARY_TO_PLAN_NS_FIELD_NUMBER: _builtins.int
     WORK_WAITED_FIELD_NUMBER: _builtins.int
     SAMPLE_WAIT_NS_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    BOUNDARY_FIELD_NUMBER: _builtins.int
     completed_step_id: _builtins.int
     """The step that ended."""
     running_step_id: _builtins.int
@@ -634,6 +637,14 @@ class StepRecord(_message.Message):
     """Whether the step could have been sent before its predecessor ended; else the gap is nobody's fault."""
     sample_wait_ns: _builtins.int
     """Device idle between forward and sampling, nanoseconds."""
+    @_builtins.property
+    def plan(self) -> _worker_pb2.StepPlan:
+        """The plan as sent; only while the scheduler records steps (--record-steps)."""
+
+    @_builtins.property
+    def boundary(self) -> _worker_pb2.StepBoundary:
+        """The boundary as received; only while the scheduler records steps."""
+
     def __init__(
         self,
         *,
@@ -647,14 +658,55 @@ class StepRecord(_message.Message):
         boundary_to_plan_ns: _builtins.int = ...,
         work_waited: _builtins.bool = ...,
         sample_wait_ns: _builtins.int = ...,
+        plan: _worker_pb2.StepPlan | None = ...,
+        boundary: _worker_pb2.StepBoundary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary_to_plan_ns", b"boundary_to_plan_ns", "busy_ns", b"busy_ns", "committed_tokens", b"committed_tokens", "completed_step_id", b"completed_step_id", "gap_ns", b"gap_ns", "rows", b"rows", "running_step_id", b"running_step_id", "sample_wait_ns", b"sample_wait_ns", "tokens", b"tokens", "work_waited", b"work_waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundary", b"boundary", "boundary_to_plan_ns", b"boundary_to_plan_ns", "busy_ns", b"busy_ns", "committed_tokens", b"committed_tokens", "completed_step_id", b"completed_step_id", "gap_ns", b"gap_ns", "plan", b"plan", "rows", b"rows", "running_step_id", b"running_step_id", "sample_wait_ns", b"sample_wait_ns", "tokens", b"tokens", "work_waited", b"work_waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
+
+@_typing.final
+class FlushStepsRequest(_message.Message):
+    """Asks for the boundaries of every step accepted so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushStepsRequest: _TypeAlias = FlushStepsRequest  # noqa: Y015
+
+@_typing.final
+class FlushStepsResponse(_message.Message):
+    """Every step accepted before the call has been committed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BOUNDARIES_FIELD_NUMBER: _builtins.int
+    num_boundaries: _builtins.int
+    """Boundaries that were committed while the call waited, over all workers."""
+    def __init__(
+        self,
+        *,
+        num_boundaries: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_boundaries", b"num_boundaries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushStepsResponse: _TypeAlias = FlushStepsResponse  # noqa: Y015
 
 @_typing.final
 class CordonWorkerRequest(_message.Message):

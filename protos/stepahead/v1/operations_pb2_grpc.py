@@ -60,6 +60,11 @@ class OperationsServiceStub:
                 request_serializer=stepahead_dot_v1_dot_operations__pb2.GetTimelineRequest.SerializeToString,
                 response_deserializer=stepahead_dot_v1_dot_operations__pb2.GetTimelineResponse.FromString,
                 _registered_method=True)
+        self.FlushSteps = channel.unary_unary(
+                '/stepahead.v1.OperationsService/FlushSteps',
+                request_serializer=stepahead_dot_v1_dot_operations__pb2.FlushStepsRequest.SerializeToString,
+                response_deserializer=stepahead_dot_v1_dot_operations__pb2.FlushStepsResponse.FromString,
+                _registered_method=True)
         self.CordonWorker = channel.unary_unary(
                 '/stepahead.v1.OperationsService/CordonWorker',
                 request_serializer=stepahead_dot_v1_dot_operations__pb2.CordonWorkerRequest.SerializeToString,
@@ -111,6 +116,13 @@ class OperationsServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushSteps(self, request, context):
+        """Asks every worker for the boundaries it still owes (DrainSteps) and ends when they are committed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CordonWorker(self, request, context):
         """Stops placing new sequences on one worker. Not served yet.
         """
@@ -152,6 +164,11 @@ def add_OperationsServiceServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=stepahead_dot_v1_dot_operations__pb2.GetTimelineRequest.FromString,
                     response_serializer=stepahead_dot_v1_dot_operations__pb2.GetTimelineResponse.SerializeToString,
+            ),
+            'FlushSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushSteps,
+                    request_deserializer=stepahead_dot_v1_dot_operations__pb2.FlushStepsRequest.FromString,
+                    response_serializer=stepahead_dot_v1_dot_operations__pb2.FlushStepsResponse.SerializeToString,
             ),
             'CordonWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.CordonWorker,
@@ -300,6 +317,33 @@ class OperationsService:
             '/stepahead.v1.OperationsService/GetTimeline',
             stepahead_dot_v1_dot_operations__pb2.GetTimelineRequest.SerializeToString,
             stepahead_dot_v1_dot_operations__pb2.GetTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepahead.v1.OperationsService/FlushSteps',
+            stepahead_dot_v1_dot_operations__pb2.FlushStepsRequest.SerializeToString,
+            stepahead_dot_v1_dot_operations__pb2.FlushStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

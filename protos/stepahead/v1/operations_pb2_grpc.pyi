@@ -43,6 +43,8 @@ class OperationsServiceStub:
     """Takes requests again after a drain."""
     GetTimeline: _grpc.UnaryUnaryMultiCallable[_operations_pb2.GetTimelineRequest, _operations_pb2.GetTimelineResponse]
     """The newest step boundaries, as recorded."""
+    FlushSteps: _grpc.UnaryUnaryMultiCallable[_operations_pb2.FlushStepsRequest, _operations_pb2.FlushStepsResponse]
+    """Asks every worker for the boundaries it still owes (DrainSteps) and ends when they are committed."""
     CordonWorker: _grpc.UnaryUnaryMultiCallable[_operations_pb2.CordonWorkerRequest, _operations_pb2.CordonWorkerResponse]
     """Stops placing new sequences on one worker. Not served yet."""
     UncordonWorker: _grpc.UnaryUnaryMultiCallable[_operations_pb2.UncordonWorkerRequest, _operations_pb2.UncordonWorkerResponse]
@@ -63,6 +65,8 @@ class OperationsServiceAsyncStub(OperationsServiceStub):
     """Takes requests again after a drain."""
     GetTimeline: _aio.UnaryUnaryMultiCallable[_operations_pb2.GetTimelineRequest, _operations_pb2.GetTimelineResponse]  # type: ignore[assignment]
     """The newest step boundaries, as recorded."""
+    FlushSteps: _aio.UnaryUnaryMultiCallable[_operations_pb2.FlushStepsRequest, _operations_pb2.FlushStepsResponse]  # type: ignore[assignment]
+    """Asks every worker for the boundaries it still owes (DrainSteps) and ends when they are committed."""
     CordonWorker: _aio.UnaryUnaryMultiCallable[_operations_pb2.CordonWorkerRequest, _operations_pb2.CordonWorkerResponse]  # type: ignore[assignment]
     """Stops placing new sequences on one worker. Not served yet."""
     UncordonWorker: _aio.UnaryUnaryMultiCallable[_operations_pb2.UncordonWorkerRequest, _operations_pb2.UncordonWorkerResponse]  # type: ignore[assignment]
@@ -110,6 +114,14 @@ class OperationsServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operations_pb2.GetTimelineResponse, _abc.Awaitable[_operations_pb2.GetTimelineResponse]]:
         """The newest step boundaries, as recorded."""
+
+    @_abc_1.abstractmethod
+    def FlushSteps(
+        self,
+        request: _operations_pb2.FlushStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operations_pb2.FlushStepsResponse, _abc.Awaitable[_operations_pb2.FlushStepsResponse]]:
+        """Asks every worker for the boundaries it still owes (DrainSteps) and ends when they are committed."""
 
     @_abc_1.abstractmethod
     def CordonWorker(

@@ -715,6 +715,7 @@ class StepCompletion(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ROW_ERRORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    ROW_TRACES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slot of each row."""
@@ -739,6 +740,10 @@ class StepCompletion(_message.Message):
     def timings(self) -> Global___StepTimings:
         """Where the time went."""
 
+    @_builtins.property
+    def row_traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowTrace]:
+        """What a teaching model did in each row; empty for every other model."""
+
     def __init__(
         self,
         *,
@@ -748,14 +753,51 @@ class StepCompletion(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         row_errors: _abc.Iterable[Global___RowError] | None = ...,
         timings: Global___StepTimings | None = ...,
+        row_traces: _abc.Iterable[Global___RowTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "row_errors", b"row_errors", "slots", b"slots", "timings", b"timings", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "row_errors", b"row_errors", "row_traces", b"row_traces", "slots", b"slots", "timings", b"timings", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepCompletion: _TypeAlias = StepCompletion  # noqa: Y015
+
+@_typing.final
+class RowTrace(_message.Message):
+    """What a teaching model did in one row. Holes have none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NUM_ADDITIONS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """The row's slot."""
+    incarnation: _builtins.int
+    """The row's incarnation."""
+    num_additions: _builtins.int
+    """Additions done for the row in this step."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The values in the cache that a next token follows from after this row, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        num_additions: _builtins.int = ...,
+        inputs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "inputs", b"inputs", "num_additions", b"num_additions", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowTrace: _TypeAlias = RowTrace  # noqa: Y015
 
 @_typing.final
 class RowError(_message.Message):

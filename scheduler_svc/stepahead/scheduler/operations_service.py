@@ -188,6 +188,21 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         return operations_pb2.GetTimelineResponse(records=link.stats.timeline(request.limit or 256))
 
     @override
+    async def FlushSteps(
+        self,
+        request: operations_pb2.FlushStepsRequest,
+        context: grpc.aio.ServicerContext[operations_pb2.FlushStepsRequest, operations_pb2.FlushStepsResponse],
+    ) -> operations_pb2.FlushStepsResponse:
+        return await guarded(cast(Context, context), self._flush_steps())
+
+    async def _flush_steps(self) -> operations_pb2.FlushStepsResponse:
+        links = list(self._front_end.cluster.links)
+        num_before = sum(link.stats.num_boundaries for link in links)
+        await asyncio.gather(*(link.flush() for link in links))
+        num_after = sum(link.stats.num_boundaries for link in links)
+        return operations_pb2.FlushStepsResponse(num_boundaries=num_after - num_before)
+
+    @override
     async def CordonWorker(
         self,
         request: operations_pb2.CordonWorkerRequest,

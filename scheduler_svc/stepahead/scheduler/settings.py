@@ -36,6 +36,8 @@ class Settings:
     """A step that runs longer is a hang: the worker's session is closed."""
     keepalive_s: float = 10.0
     """Longest silence of a stream."""
+    record_steps: bool = False
+    """Keep the plan and the boundary of each of the newest steps for GetTimeline. They hold prompts."""
     log_format: str = "console"
     announce_fd: int | None = None
     reflection: bool | None = None
@@ -88,6 +90,7 @@ def options(function: FunctionT) -> FunctionT:
             _option("--lane-wait", type=click.FloatRange(0), default=120.0, help="Seconds without a worker."),
             _option("--max-step", type=click.FloatRange(0.1), default=120.0, help="Seconds a step may run."),
             _option("--keepalive", type=click.FloatRange(0.1), default=10.0, help="Seconds of stream silence."),
+            _option("--record-steps", is_flag=True, help="Keep plans and boundaries for GetTimeline (labs)."),
             _option("--log-format", type=click.Choice(["console", "json"]), default="console", help="Logs."),
             _option("--reflection/--no-reflection", default=None, help="Default: on loopback only."),
             click.option("--announce-fd", type=int, default=None, hidden=True),
@@ -125,6 +128,7 @@ def from_options(values: dict[str, object]) -> Settings:
         lane_wait_s=_float(values["lane_wait"]),
         max_step_s=_float(values["max_step"]),
         keepalive_s=_float(values["keepalive"]),
+        record_steps=bool(values["record_steps"]),
         log_format=str(values["log_format"]),
         announce_fd=announce_fd if isinstance(announce_fd, int) else None,
         reflection=None if values["reflection"] is None else bool(values["reflection"]),

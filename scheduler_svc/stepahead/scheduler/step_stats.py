@@ -26,6 +26,9 @@ class StepRecord:
     boundary_to_plan_ns: int
     work_waited: bool
     """Whether the step could have been there before its predecessor ended; else its gap is nobody's fault."""
+    plan: worker_pb2.StepPlan | None = None
+    """As sent; only with --record-steps, like the boundary."""
+    boundary: worker_pb2.StepBoundary | None = None
 
 
 def percentile(values: list[int], share: float) -> int:
@@ -89,6 +92,8 @@ class StepStats:
                 boundary_to_plan_ns=record.boundary_to_plan_ns,
                 work_waited=record.work_waited,
                 sample_wait_ns=record.sample_wait_ns,
+                plan=record.plan,
+                boundary=record.boundary,
             )
             for record in newest
         ]

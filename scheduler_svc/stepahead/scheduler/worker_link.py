@@ -23,6 +23,7 @@ import structlog
 
 from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneId, StepMismatch
+from stepahead.scheduler.flushes import Flushes
 from stepahead.scheduler.link_owner import LinkOwner
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
@@ -87,6 +88,7 @@ class WorkerLink:
         self._heard_at = 0.0
         self._is_silent = False
         self._running_step_age_ns = 0
+        self._flushes = Flushes()
         self._closing = False
         self._closed = asyncio.Event()
 
@@ -118,6 +120,8 @@ class WorkerLink:
             boundary_to_plan_ns=plan_ns,
             work_waited=step_id not in self._fresh_starts,
         )
+        if self._settings.record_steps:
+            record.plan, record.boundary = self._kept[step_id].plan, boundary
         self._fresh_starts.discard(step_id)
         self.stats.add(boundary, record)
 
@@ -129,6 +133,15 @@ class WorkerLink:
             and time.monotonic() - self._pong_at < 3 * PING_INTERVAL_S + 1.0
             and self._running_step_age_ns < self._settings.max_step_s * 1e9
         )
+
+    async def flush(self) -> None:
+        """Returns when no boundary of a step sent so far is owed any more; at once if no session stands."""
+        if not self._session_id:
+            return
+        message, flushed = self._flushes.begin()
+        if self.state is LinkState.OPEN:
+            self._enqueue(message)
+        await flushed
 
     def close(self) -> None:
         """Ends the session in an orderly way; `run` returns soon after."""
@@ -219,6 +232,7 @@ class WorkerLink:
         self.last_step_id = 0
         self.last_completed_step_id = 0
         self._running_step_age_ns = 0
+        self._flushes.end()
 
     # -------------------------------------------------------------------------------------------- one stream
 
@@ -273,8 +287,8 @@ class WorkerLink:
         self.stats.num_resumes += 1
         self._outbox.clear()
         again = [step_id for step_id in sorted(self._kept) if step_id > opened.last_accepted_step_id]
-        for step_id in again:
-            self._enqueue(self._kept[step_id])
+        for message in (*(self._kept[step_id] for step_id in again), *self._flushes.unanswered()):
+            self._enqueue(message)
         log.info("session resumed", worker=self.address, epoch=epoch, resent_plans=len(again))
 
     async def _write(self, call: Call) -> None:
@@ -335,7 +349,9 @@ class WorkerLink:
             self._on_failed(response.failed)
         elif kind == "rejected":
             self._on_rejected(response.rejected)
-        elif kind != "drained":
+        elif kind == "drained":
+            self._flushes.answer(response.drained.nonce)
+        else:
             raise EpochClosed(f"unexpected message {kind}")
 
     def _on_boundary(self, boundary: worker_pb2.StepBoundary, read_ns: int) -> None:
@@ -344,11 +360,11 @@ class WorkerLink:
             log.info("stale boundary dropped", worker=self.address, step_id=step_id)
             return
         self.last_completed_step_id = step_id
-        self._kept.pop(step_id, None)
         try:
             self._owner.on_boundary(self, boundary, read_ns)
         except (StepMismatch, WireError) as error:
             raise EpochClosed(f"boundary of step {step_id}: {error}") from error
+        self._kept.pop(step_id, None)
 
     def _on_failed(self, failed: worker_pb2.StepFailed) -> None:
         log.error("step failed", worker=self.address, step_id=failed.step_id, detail=failed.message)

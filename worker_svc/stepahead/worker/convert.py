@@ -45,6 +45,13 @@ def boundary_message(step: Step) -> worker_pb2.RunStepsResponse:
         completion.token_counts.extend(counts.tolist())
         completion.token_ids.extend(step.samples.token_ids[sampled].tolist())
         _add_row_errors(completion, step)
+    for trace in step.samples.traces:
+        completion.row_traces.add(
+            slot=step.rows.slots[trace.row],
+            incarnation=step.rows.incarnations[trace.row],
+            num_additions=trace.num_additions,
+            inputs=trace.inputs,
+        )
     timings = completion.timings
     timings.launch_ns = step.launched_ns - step.read_ns
     timings.forward_ns = step.forward_ended_ns - step.started_ns

@@ -195,7 +195,7 @@ class Executor:
     def _step_deadline_ns(self) -> int | None:
         """When the running step has used up its device time; None while none is at work."""
         step = self._device.running
-        if step is None or self._device.hold_events:
+        if step is None or self._device.holds_ends:
             return None
         if step.sample_started_ns:
             forward_ns = step.forward_ended_ns - step.started_ns

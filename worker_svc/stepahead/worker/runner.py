@@ -102,12 +102,24 @@ class StepBatch:
         return len(self.slots)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTrace:
+    """What a teaching model did in one row of a step."""
+
+    row: int  # of the batch
+    num_additions: int
+    inputs: tuple[int, ...]
+    """The values in the cache that a next token follows from after this row, oldest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepSamples:
     """What a step sampled, on the host."""
 
     token_ids: Int64Array  # [num_samples], undefined where status is not OK
     status: UInt8Array  # [num_samples], SampleStatus
+    traces: tuple[RowTrace, ...] = ()
+    """Of teaching models only; holes have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,7 @@ class WorkerServer:
         runner, facts, shape = await loaded
         worker_instance_id = secrets.token_hex(8)
         self._executor = Executor(
-            StepDevice(runner, self._stream, hold_events=settings.hold_events),
+            StepDevice(runner, self._stream, hold_events=settings.hold_events, single_step=settings.single_step),
             shape,
             vocab_size=facts.vocab_size,
             max_step_ns=settings.max_step_ns,

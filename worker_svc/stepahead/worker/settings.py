@@ -41,6 +41,7 @@ class WorkerSettings:
     reflection: bool | None  # None: on loopback listeners only
     log_format: str
     announce_fd: int | None
+    single_step: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -167,6 +168,7 @@ _OPTIONS = (
     click.option(
         "--hold-events", is_flag=True, help="Hold each retained step's end until the next command (labs)."
     ),
+    click.option("--single-step", is_flag=True, help="Hold each step's end until the scheduler flushes (labs)."),
     click.option(
         "--reflection/--no-reflection", default=None, help="gRPC reflection; default: on loopback listeners."
     ),

@@ -47,7 +47,7 @@ class Step:
     ended: bool = False
     """Set on the host thread when the step's event has been handled."""
     release: Latch = field(default_factory=Latch)
-    """With --hold-events the device holds the step's end back until this is set."""
+    """With --hold-events or --single-step the device holds the step's end back until this is set."""
 
 
 class StepTimeout(WorkerError):

@@ -27,15 +27,24 @@ class StepDevice:
         runner: loaded and allocated; only ever called on the stream.
         stream: the device.
         hold_events: a retained step's end waits for `Step.release`, for tables that must not depend on timing.
+        single_step: so does the end of every other step.
     """
 
-    def __init__(self, runner: Runner, stream: Stream, *, hold_events: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, stream: Stream, *, hold_events: bool = False, single_step: bool = False
+    ) -> None:
         self._runner = runner
         self._stream = stream
-        self.hold_events = hold_events
+        self._hold_events = hold_events
+        self._single_step = single_step
         self._launched: deque[Step] = deque()  # launched and not ended; both threads, each one end of it
         self._last_end_ns = 0  # 0: no step of this epoch has ended; device thread only
         self._running: Step | None = None
+
+    @property
+    def holds_ends(self) -> bool:
+        """Whether steps end when they are told to, so that their age says nothing."""
+        return self._hold_events or self._single_step
 
     @property
     def running(self) -> Step | None:
@@ -87,8 +96,8 @@ class StepDevice:
             step.sample_started_ns = time.monotonic_ns()
             samples = self._runner.sample(batch)
             # Copied: the runner may reuse its buffers for the next step, which starts at once.
-            step.samples = StepSamples(samples.token_ids.copy(), samples.status.copy())
-            if self.hold_events and not step.in_place:
+            step.samples = StepSamples(samples.token_ids.copy(), samples.status.copy(), samples.traces)
+            if self._single_step or (self._hold_events and not step.in_place):
                 step.release.wait()
             self._end(step)
 

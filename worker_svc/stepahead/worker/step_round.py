@@ -75,7 +75,7 @@ class StepRound:
         return step.forward_ended_ns + step.gate_wait_ns
 
     def release_held(self) -> None:
-        """Lets held events go (--hold-events)."""
+        """Lets held events go (--hold-events, --single-step)."""
         for step in (self._retained, self._current):
             if step is not None:
                 step.release.set()

@@ -16,6 +16,7 @@ from stepahead.worker.runner import (
     CacheShape,
     ModelFacts,
     ProgressCallback,
+    RowTrace,
     SampleStatus,
     SamplingColumns,
     StepBatch,
@@ -55,6 +56,10 @@ class HostRunner(ABC):
     def _choose(self, choices: NDArray[np.int64], sampling: SamplingColumns) -> StepSamples:
         """Samples `choice_rows[choices]`; `sampling` has one row for each of them."""
 
+    def _traces(self) -> tuple[RowTrace, ...]:
+        """Of the step fed last, where the model is a teaching model."""
+        return ()
+
     def allocate(self, shape: CacheShape) -> None:
         """See `Runner.allocate`."""
         self._cells = SlotCells(shape.num_slots)
@@ -90,4 +95,4 @@ class HostRunner(ABC):
             self._cells.store(
                 batch.slots[written], token_ids[status == SampleStatus.OK], batch.seq_lens[written].astype(np.int64)
             )
-        return StepSamples(token_ids, status)
+        return StepSamples(token_ids, status, self._traces())

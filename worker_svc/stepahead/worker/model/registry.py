@@ -7,12 +7,12 @@ from collections.abc import Callable
 from stepahead.worker.errors import ModelError
 from stepahead.worker.runner import Runner
 from stepahead.worker.toy.hashed import SleepRunner, TaggedRunner
-from stepahead.worker.toy.lessons import RunningSumRunner, ScoreTableRunner, WindowSumRunner
+from stepahead.worker.toy.lessons import ScoreTableRunner, WindowSumRunner, running_sum_runner
 from stepahead.worker.toy.options import PREFIX, ToySpec, parse_toy_spec
 
 TOYS: dict[str, Callable[[ToySpec], Runner]] = {
     "score-table": ScoreTableRunner,
-    "running-sum": RunningSumRunner,
+    "running-sum": running_sum_runner,
     "window-sum": WindowSumRunner,
     "tagged": TaggedRunner,
     "sleep": SleepRunner,

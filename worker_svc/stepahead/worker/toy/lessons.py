@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from stepahead.worker.model.bundle import BundleFields, write_bundle
 from stepahead.worker.model.cells import ResolvedStep
+from stepahead.worker.runner import RowTrace
 from stepahead.worker.toy.options import ToySpec
 from stepahead.worker.toy.paged_integers import POISON
 from stepahead.worker.toy.toy_runner import LogitToyRunner, ToyFacts, last_positions
@@ -63,19 +64,50 @@ class ScoreTableRunner(LogitToyRunner):
         self._logits = self.scores[np.where(self._unwritten, 0, last) % len(WORDS)]
 
 
-class RunningSumRunner(LogitToyRunner):
+class TracedRunner(LogitToyRunner):
+    """A toy of sums that tells what it added and what its next token follows from."""
+
+    def __init__(self, spec: ToySpec, facts: ToyFacts) -> None:
+        super().__init__(spec, facts)
+        self._row_traces: list[RowTrace] = []
+
+    @override
+    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+        self._row_traces = []
+        super()._feed(step, choice_rows)
+
+    @override
+    def _traces(self) -> tuple[RowTrace, ...]:
+        # Taken, so that a step of holes only, which feeds nothing, does not repeat the step before.
+        traces, self._row_traces = tuple(self._row_traces), []
+        return traces
+
+    def _trace(self, step: ResolvedStep, row: int, *, num_additions: int, inputs: NDArray[np.int64]) -> None:
+        values = tuple(inputs.tolist())
+        self._row_traces.append(RowTrace(row=int(step.rows[row]), num_additions=num_additions, inputs=values))
+
+
+def _sum_facts(spec: ToySpec) -> ToyFacts:
+    vocab_size = spec.take_int("vocab", 10, minimum=10)
+    return ToyFacts(
+        vocab_size=vocab_size,
+        eos_token_ids=spec.take_ids("eos", (), vocab_size),
+        max_context_tokens=spec.take_int("context", 4096, minimum=2),
+    )
+
+
+def running_sum_runner(spec: ToySpec) -> TracedRunner:
+    """Returns the running sum; `reuse=off` makes it add up the whole history for every token."""
+    return RecomputedSumRunner(spec) if spec.take_word("reuse", ("on", "off")) == "off" else RunningSumRunner(spec)
+
+
+class RunningSumRunner(TracedRunner):
     """Next token = (sum of the history) mod 10. A kv_slot holds the sum up to and including its position."""
 
     def __init__(self, spec: ToySpec) -> None:
-        vocab_size = spec.take_int("vocab", 10, minimum=10)
-        facts = ToyFacts(
-            vocab_size=vocab_size,
-            eos_token_ids=spec.take_ids("eos", (), vocab_size),
-            max_context_tokens=spec.take_int("context", 4096, minimum=2),
-        )
-        spec.finish(("vocab", "eos", "context"))
+        facts = _sum_facts(spec)
+        spec.finish(("vocab", "reuse", "eos", "context"))
         super().__init__(spec, facts)
-        self.num_additions = 0
 
     @override
     def _store(self, step: ResolvedStep) -> None:
@@ -89,7 +121,7 @@ class RunningSumRunner(LogitToyRunner):
             if before[row] == POISON:
                 sums[:] = POISON  # what builds on an unwritten sum is as good as unwritten
             self._cache.write(step.slot_mapping[begin:end], sums)
-        self.num_additions += len(step.token_ids)
+            self._trace(step, row, num_additions=end - begin, inputs=sums[-1:])
 
     @override
     def _look(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
@@ -98,18 +130,12 @@ class RunningSumRunner(LogitToyRunner):
         self._prefer(np.where(self._unwritten, 0, sums) % 10)
 
 
-class WindowSumRunner(LogitToyRunner):
-    """Next token = (sum of the last `width` processed tokens) mod 10. A kv_slot holds its token."""
+class RecomputedSumRunner(TracedRunner):
+    """The same tokens without reuse: a kv_slot holds its token, and every next token adds up the whole history."""
 
     def __init__(self, spec: ToySpec) -> None:
-        vocab_size = spec.take_int("vocab", 10, minimum=10)
-        self.width = spec.take_int("width", 3, minimum=1)
-        facts = ToyFacts(
-            vocab_size=vocab_size,
-            eos_token_ids=spec.take_ids("eos", (), vocab_size),
-            max_context_tokens=spec.take_int("context", 4096, minimum=2),
-        )
-        spec.finish(("vocab", "width", "eos", "context"))
+        facts = _sum_facts(spec)
+        spec.finish(("vocab", "reuse", "eos", "context"))
         super().__init__(spec, facts)
 
     @override
@@ -118,16 +144,48 @@ class WindowSumRunner(LogitToyRunner):
 
     @override
     def _look(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
-        last = last_positions(step, choice_rows)
         sums = np.zeros(len(choice_rows), dtype=np.int64)
-        unwritten = np.zeros(len(choice_rows), dtype=np.bool_)
-        for back in range(self.width):
-            inside = last >= back
-            values = self._cache.read(step, choice_rows[inside], last[inside] - back)
-            unwritten[inside] |= values == POISON
-            sums[inside] += np.where(values == POISON, 0, values)
-        self._unwritten = unwritten
-        self._prefer(sums % 10)
+        self._unwritten = np.zeros(len(choice_rows), dtype=np.bool_)
+        for choice, row in enumerate(choice_rows.tolist()):
+            num_tokens = int(step.seq_lens[row])
+            tokens = self._cache.read(step, np.full(num_tokens, row), np.arange(num_tokens))
+            num_additions = 0
+            for token in tokens.tolist():  # one by one: the number of additions is the lesson
+                sums[choice] += token
+                num_additions += 1
+            self._unwritten[choice] = (tokens == POISON).any()
+            self._trace(step, row, num_additions=num_additions, inputs=tokens)
+        self._prefer(np.where(self._unwritten, 0, sums) % 10)
+
+
+class WindowSumRunner(TracedRunner):
+    """Next token = (sum of the last `width` processed tokens) mod 10. A kv_slot holds its token."""
+
+    def __init__(self, spec: ToySpec) -> None:
+        facts = _sum_facts(spec)
+        self.width = spec.take_int("width", 3, minimum=1)
+        spec.finish(("vocab", "width", "eos", "context"))
+        super().__init__(spec, facts)
+
+    @override
+    def _store(self, step: ResolvedStep) -> None:
+        self._cache.write(step.slot_mapping, step.token_ids)
+        for row in range(len(step.rows)):
+            window = self._window(step, row)
+            self._trace(step, row, num_additions=len(window), inputs=window)
+
+    @override
+    def _look(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+        windows = [self._window(step, row) for row in choice_rows.tolist()]
+        self._unwritten = np.array([(window == POISON).any() for window in windows], dtype=np.bool_)
+        sums = np.array([window.sum() for window in windows], dtype=np.int64)
+        self._prefer(np.where(self._unwritten, 0, sums) % 10)
+
+    def _window(self, step: ResolvedStep, row: int) -> NDArray[np.int64]:
+        """Reads the last processed tokens of a row, at most `width`, oldest first."""
+        end = int(step.seq_lens[row])
+        positions = np.arange(max(0, end - self.width), end)
+        return self._cache.read(step, np.full(len(positions), row), positions)
 
 
 def score_table_bundle() -> bytes:
