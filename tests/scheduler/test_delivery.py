@@ -1,0 +1,176 @@
+"""The message budget under a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from typing import Any, cast
+
+from stepahead.scheduler.delivery import SLICE, MessageBudget
+
+
+TICK_S = 1e-6
+"""What running a callback takes, as on a real loop."""
+
+
+class FakeLoop:
+    """As much of an event loop as the budget uses; time passes only in `advance`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        assert delay >= 0
+        self._count += 1
+        heapq.heappush(self._timers, (self.now + delay, self._count, callback))
+        return cast(asyncio.TimerHandle, object())
+
+    def call_soon(self, callback: Callable[[], None]) -> Any:
+        return self.call_later(0.0, callback)
+
+    def advance(self, seconds: float) -> None:
+        """Runs every timer that is due."""
+        end = self.now + seconds
+        while self._timers and self._timers[0][0] <= end:
+            due, _, callback = heapq.heappop(self._timers)
+            self.now = max(self.now, due) + TICK_S
+            callback()
+        self.now = max(self.now, end)
+
+    @property
+    def num_timers(self) -> int:
+        return len(self._timers)
+
+
+class Writer:
+    """A stream that notes its turns and takes them at once."""
+
+    def __init__(self, name: int, turns: list[int], *, takes_turns: bool = True) -> None:
+        self.queued = False
+        self.woken = False
+        self._name = name
+        self._turns = turns
+        self._takes_turns = takes_turns
+
+    def wake(self) -> None:
+        self._turns.append(self._name)
+        if self._takes_turns:
+            self.woken = False  # set by the budget just before
+
+    def take(self) -> None:
+        self.woken = False
+
+
+def budget(rate: int = 1000) -> tuple[MessageBudget, FakeLoop]:
+    loop = FakeLoop()
+    return MessageBudget(cast(asyncio.AbstractEventLoop, loop), rate), loop
+
+
+def test_while_streams_are_few_nobody_waits() -> None:
+    it, _ = budget()
+    turns: list[int] = []
+    for name in range(5):
+        it.request(Writer(name, turns))
+    it.pump()
+    assert turns == [0, 1, 2, 3, 4]
+
+
+def test_a_turn_wakes_a_slice_and_leaves_the_loop_free_in_between() -> None:
+    it, loop = budget(rate=10_000)
+    turns: list[int] = []
+    for name in range(3 * SLICE):
+        it.request(Writer(name, turns))
+    it.pump()
+    assert turns == list(range(SLICE))
+    loop.advance(0.001)
+    assert turns == list(range(3 * SLICE))
+    assert loop.num_timers == 0
+
+
+def test_the_rate_is_kept_over_time_in_round_robin() -> None:
+    rate = 1000
+    it, loop = budget(rate)
+    turns: list[int] = []
+    writers = [Writer(name, turns) for name in range(300)]
+    it.pump()
+    for _ in range(1000):  # one second of steps, each with news for everybody
+        for writer in writers:
+            it.request(writer)
+        it.pump()
+        loop.advance(0.001)
+    burst = max(SLICE, rate // 20)
+    assert rate * 0.95 <= len(turns) <= rate + burst
+    assert it.num_messages == len(turns)
+    counts = [turns.count(name) for name in range(300)]
+    assert max(counts) - min(counts) <= 1, "nobody is left out"
+
+
+def test_news_of_a_queued_stream_are_one_message() -> None:
+    it, loop = budget()
+    turns: list[int] = []
+    busy = [Writer(name, turns) for name in range(200)]
+    for writer in busy:
+        it.request(writer)
+    it.pump()
+    waiting = next(writer for writer in busy if writer.queued)
+    for _ in range(10):
+        it.request(waiting)
+    loop.advance(1.0)
+    assert sorted(turns) == list(range(200)), "each exactly once"
+
+
+def test_first_tokens_and_ends_go_at_once() -> None:
+    it, loop = budget(rate=100)
+    turns: list[int] = []
+    for name in range(100):
+        it.request(Writer(name, turns))
+    it.pump()
+    assert len(turns) < 100
+    late = Writer(777, turns)
+    it.urgent(late)
+    assert turns[-1] == 777
+    assert not late.queued
+    before = len(turns)
+    queued = Writer(778, turns)
+    it.request(queued)
+    it.urgent(queued)
+    assert turns[before:] == [778]
+    loop.advance(10.0)
+    assert turns.count(778) == 1, "its place in the queue is void"
+
+
+def test_urgent_messages_are_charged_to_the_others() -> None:
+    it, loop = budget(rate=100)
+    turns: list[int] = []
+    for name in range(500):
+        it.urgent(Writer(name, turns))
+    assert len(turns) == 500
+    it.request(Writer(1000, turns))
+    it.pump()
+    loop.advance(1.0)
+    assert 1000 not in turns
+    loop.advance(5.0)
+    assert turns[-1] == 1000
+
+
+def test_a_stream_that_has_not_taken_its_turn_is_not_woken_again() -> None:
+    it, _ = budget()
+    turns: list[int] = []
+    slow = Writer(1, turns, takes_turns=False)
+    it.urgent(slow)
+    slow.woken = True
+    it.request(slow)
+    it.pump()
+    it.urgent(slow)
+    assert turns == [1]
+    assert it.num_messages == 1
+    slow.take()
+    it.request(slow)
+    it.pump()
+    assert turns == [1, 1]
