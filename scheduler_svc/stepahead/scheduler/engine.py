@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -279,6 +280,7 @@ class Engine:
             incident = incident_id()
             log.error("text failed", incident=incident, request_key=live.key, error=repr(text_error))
             live.error = InternalError(incident)
+            live.finished = replace(finished, reason=FinishReason.ERROR)
         self._count_end(live)
         self._announce(live)
         if not self.requests:
