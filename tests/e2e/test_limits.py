@@ -109,6 +109,23 @@ async def test_a_drain_with_a_bound_cancels_the_rest() -> None:
         assert (again.finished, again.cancelled) == (0, 0)
 
 
+async def test_a_server_that_stops_cannot_be_resumed() -> None:
+    """O6: else an operator's Resume would let requests in that the end of the process cuts off."""
+    async with serve(SLOW, drain_timeout_s=30.0) as stack:
+        running = stack.open(request([1], 60))
+        answer = Answer()
+        await read_events(running, "started", answer)
+        stopping = asyncio.create_task(stack.server.stop())
+        await eventually(lambda: stack.server.front_end.draining)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.operations.Resume(operations_pb2.ResumeRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await stack.generate([1], 1)).error_info.reason == "DRAINING"
+        await fold(running, answer)
+        assert answer.ok
+        await stopping
+
+
 async def end_of(stack: Stack, method: Any, message: Any, *, one_request: bool, one_response: bool) -> Any:
     """Calls a method by its descriptor and returns the finished call."""
     path = f"/{method.containing_service.full_name}/{method.name}"

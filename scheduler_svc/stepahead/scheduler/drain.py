@@ -28,7 +28,13 @@ class Drainer:
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
         self._idle = asyncio.Event()
+        self._is_final = False
         front_end.engine.on_idle = self._idle.set
+
+    async def stop(self, timeout_s: float) -> None:
+        """The drain before the process ends; nothing takes it back."""
+        self._is_final = True
+        await self.drain(timeout_s)
 
     async def drain(self, timeout_s: float | None) -> DrainResult:
         """Stops admission and waits; after `timeout_s` what is left is cancelled. None: waits for ever."""
@@ -51,7 +57,13 @@ class Drainer:
         return DrainResult(num_live - num_cancelled, num_cancelled)
 
     def resume(self) -> None:
-        """Takes requests again."""
+        """Takes requests again.
+
+        Raises:
+            Unavailable: the process is about to end.
+        """
+        if self._is_final:
+            raise Unavailable("DRAINING", "the server is stopping")
         self._front_end.draining = False
 
     async def _flush(self, timeout_s: float = 5.0) -> None:

@@ -166,6 +166,9 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         request: operations_pb2.ResumeRequest,
         context: grpc.aio.ServicerContext[operations_pb2.ResumeRequest, operations_pb2.ResumeResponse],
     ) -> operations_pb2.ResumeResponse:
+        return await guarded(cast(Context, context), self._resume())
+
+    async def _resume(self) -> operations_pb2.ResumeResponse:
         self._drainer.resume()
         return operations_pb2.ResumeResponse()
 
