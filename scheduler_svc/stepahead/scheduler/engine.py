@@ -79,6 +79,8 @@ class Engine:
         self._loop = loop
         self._next_key = 0
         self._with_stop_strings: set[RequestKey] = set()
+        self._known_keys: list[RequestKey] = []
+        self._known_lives: list[LiveRequest | None] = []
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._lane_wait_timer: asyncio.TimerHandle | None = None
 
@@ -227,28 +229,37 @@ class Engine:
             ended[key] = stopped or Finished(key, FinishReason.STOP, live.log.num_decoded)
 
     def _fan_out(self, outcome: CommitOutcome, ended: dict[RequestKey, Finished]) -> None:
-        requests = self.requests
+        """Appends tokens to output logs and lets streams ask for their turn. This runs per row and step."""
         request_turn = self.budget.request
         scanned = self._with_stop_strings
-        for key, token in zip(outcome.keys, outcome.token_ids, strict=True):
-            live = requests.get(key)
-            if live is None:
+        for live, token in zip(self._lives_of(outcome.keys), outcome.token_ids, strict=True):
+            if live is None or live.finished is not None:
                 continue  # a text error ended it in this very turn
-            tokens = live.log.token_ids
-            if not scanned or key not in scanned or _is_stop_id(ended.get(key)):
-                tokens.append(token)
-            if not live.times.first_token_ns:
+            if not scanned or live.key not in scanned or _is_stop_id(ended.get(live.key)):
+                live.log.token_ids.append(token)
+            if not live.has_spoken:
+                live.has_spoken = True
                 live.times.first_token_ns = now_ns()
                 self._announce(live)
                 continue
             for subscription in live.subscriptions:
-                if subscription.dirty is not None:
-                    subscription.dirty[subscription] = None
-                request_turn(subscription.writer)
+                dirty = subscription.dirty
+                if dirty is not None:
+                    dirty[subscription] = None
+                writer = subscription.writer
+                if not writer.queued:
+                    request_turn(writer)
         for key, finished in ended.items():
-            live = requests.get(key)
+            live = self.requests.get(key)
             if live is not None:
                 self._end(live, finished, _error_of(finished))
+
+    def _lives_of(self, keys: list[RequestKey]) -> list[LiveRequest | None]:
+        """The live requests of a commit's rows. The core hands out the same list while its rows stay the same."""
+        if keys is not self._known_keys:
+            self._known_lives = [self.requests.get(key) for key in keys]
+            self._known_keys = keys
+        return self._known_lives
 
     # -------------------------------------------------------------------------------------------- notes
 

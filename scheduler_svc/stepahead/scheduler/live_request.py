@@ -52,6 +52,8 @@ class LiveRequest:
     log: OutputLog
     times: RequestTimes
     preemptions: int = 0
+    has_spoken: bool = False
+    """Whether the first token was made."""
     finished: Finished | None = None
     error: ApiError | None = None
     subscriptions: list[Subscription] = field(default_factory=list["Subscription"])
@@ -103,7 +105,7 @@ class LiveRequest:
 class Subscription:
     """One stream's view of one request."""
 
-    __slots__ = ("cursor", "dirty", "handle", "live", "started_sent", "writer")
+    __slots__ = ("cursor", "dirty", "handle", "is_plain", "live", "started_sent", "writer")
 
     def __init__(
         self,
@@ -125,6 +127,9 @@ class Subscription:
         self.writer = writer
         self.handle = handle
         self.dirty = dirty
+        accepted = live.accepted
+        self.is_plain = accepted.want_token_ids and not accepted.want_text and not accepted.final_only
+        """Whether its deltas are nothing but token ids, and may travel as columns."""
         self.cursor = LogCursor()
         self.started_sent = False
         live.subscriptions.append(self)

@@ -177,25 +177,25 @@ class MultiplexSession:
         while self._failures and size < MAX_MESSAGE_BYTES // 2:
             response.failures.append(self._failures.popleft())
             size += response.failures[-1].ByteSize()
-        while self._dirty and size < MAX_MESSAGE_BYTES // 2:
-            subscription, _ = self._dirty.popitem()
-            size += self._take_from(subscription, columns, response)
+        pending = list(self._dirty)
+        self._dirty.clear()
+        for index, subscription in enumerate(pending):
+            if size >= MAX_MESSAGE_BYTES // 2:
+                self._dirty.update(dict.fromkeys(pending[index:]))
+                break
+            if subscription.is_plain and subscription.started_sent:
+                size += columns.add(subscription)
+                if subscription.live.finished is None:
+                    continue
+            size += self._take_events(subscription, response)
         if self._dirty or self._failures:
             self._turn.set()
         columns.fill(response)
         return response if response.ByteSize() else None
 
-    def _take_from(
-        self, subscription: Subscription, columns: _Columns, response: generation_pb2.MultiplexResponse
-    ) -> int:
-        """Adds one request's news; returns their rough size in bytes."""
+    def _take_events(self, subscription: Subscription, response: generation_pb2.MultiplexResponse) -> int:
+        """Adds one request's events; returns their size in bytes."""
         live = subscription.live
-        accepted = live.accepted
-        if not accepted.want_text and not accepted.final_only and subscription.started_sent:
-            if accepted.want_token_ids:
-                columns.add(subscription)
-            if live.finished is None:
-                return 8
         try:
             events, done = subscription.take()
         except TextError as error:
@@ -228,14 +228,22 @@ class _Columns:
         self.token_counts: list[int] = []
         self.token_ids: list[int] = []
 
-    def add(self, subscription: Subscription) -> None:
-        fresh = subscription.live.log.read(subscription.cursor)
-        if fresh is None or not fresh.token_ids:
-            return
+    def add(self, subscription: Subscription) -> int:
+        """Takes a request's new tokens; returns their rough size in bytes. This runs per row and step."""
+        tokens = subscription.live.log.token_ids
+        cursor = subscription.cursor
+        first, end = cursor.token_index, len(tokens)
+        if first == end:
+            return 0
+        cursor.token_index = end
         self.handles.append(subscription.handle)
-        self.first_token_indexes.append(fresh.first_token_index)
-        self.token_counts.append(len(fresh.token_ids))
-        self.token_ids += fresh.token_ids
+        self.first_token_indexes.append(first)
+        self.token_counts.append(end - first)
+        if end - first == 1:
+            self.token_ids.append(tokens[first])
+        else:
+            self.token_ids += tokens[first:end]
+        return 8 + 3 * (end - first)
 
     def fill(self, response: generation_pb2.MultiplexResponse) -> None:
         if not self.handles:

@@ -7,6 +7,7 @@ flags, 70 if the device thread or the host thread failed.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import structlog
+import uvloop
 
 from stepahead.worker.announce import Announcer
 from stepahead.worker.errors import ModelError
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 EXIT_LOAD_FAILED = 1
 EXIT_THREAD_FAILED = 70
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
 """How long one thread may keep the interpreter from another. The default of 5 ms is longer than a step."""
 
 log = structlog.stdlib.get_logger()
@@ -44,7 +46,8 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
     settings = settings_from_options(options)
     configure_logs(settings.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    exit_code, threads_ended = asyncio.run(_serve(settings))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        exit_code, threads_ended = runner.run(_serve(settings))
     if not threads_ended:
         # A thread hangs in a device call: interpreter shutdown could wait for it or crash in it.
         logging.shutdown()
@@ -70,6 +73,7 @@ async def _serve(settings: WorkerSettings) -> tuple[int, bool]:
             loading.cancel()
         else:
             await loading
+            _calm_collector()
             failed = loop.create_task(server.wait_failed())
             await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
             exit_code = EXIT_THREAD_FAILED if failed.done() else 0
@@ -84,6 +88,13 @@ async def _serve(settings: WorkerSettings) -> tuple[int, bool]:
         exit_code = EXIT_LOAD_FAILED
     stopped.cancel()
     return exit_code, await server.close()
+
+
+def _calm_collector() -> None:
+    """Keeps collections short: weights and modules live for ever, garbage is seldom cyclic, the young are few."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(2_000, 50, 1_000)
 
 
 def _on_signal(signal_number: signal.Signals, stop: asyncio.Event) -> None:
