@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from stepahead.scheduler import worker_link
 from stepahead.worker.runner import StepBatch
 from tests.e2e.flaky_network import flaky
 from tests.e2e.processes import free_port, run, worker_arguments
@@ -191,3 +193,28 @@ async def test_a_worker_of_another_model_is_refused_and_logged(capsys: pytest.Ca
         refusal = next(line for line in "".join(logged).splitlines() if "worker refused" in line)
         assert "toy:tagged" in refusal
         assert "toy:running-sum" in refusal
+
+
+async def test_a_stopped_worker_leaves_its_requests_to_the_other_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BL-33, O1: it accepts connections and says nothing; when it wakes up its old session is void (O2)."""
+    monkeypatch.setattr(worker_link, "PONG_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(worker_link, "OPEN_TIMEOUT_S", 0.3)
+    messages = long_requests(8, 400)
+    async with (
+        run("worker", *worker_arguments(MODEL), log=tmp_path / "first.log") as first,
+        run("worker", *worker_arguments(MODEL), log=tmp_path / "second.log") as second,
+        serve_scheduler(first.address, second.address) as stack,
+    ):
+        await eventually(lambda: len(stack.server.engine.links) == 2)
+        calls = await begun(stack, messages)
+        first.send_signal(signal.SIGSTOP)
+        await assert_as_undisturbed(calls, messages)
+        assert [worker.connected for worker in (await stack.status()).workers] == [False, True]
+        first.send_signal(signal.SIGCONT)
+        await eventually(lambda: len(stack.server.engine.links) == 2)
+        calls = await begun(stack, messages)
+        await assert_as_undisturbed(calls, messages)
+        assert (await stack.status()).workers[0].worker_epoch == 2
+        await stack.assert_quiescent()
