@@ -181,6 +181,28 @@ async def test_a_refused_resume_starts_over_with_the_whole_history(refusal: str)
         assert answer.finished.timings.preemptions == 1
 
 
+async def test_an_idle_lane_takes_over_at_once() -> None:
+    """O1: nothing else would wake it up."""
+    async with (
+        serve_script() as (first, first_address),
+        serve_script() as (second, second_address),
+        serve_scheduler(first_address, second_address, overlap_depth=0) as stack,
+    ):
+        streams = [(await worker.open())[0] for worker in (first, second)]
+        await eventually(lambda: len(stack.server.engine.links) == 2)
+        asked = asyncio.create_task(stack.generate([5], 3))
+        await eventually(lambda: any(not stream.commands.empty() for stream in streams))
+        streams.sort(key=lambda stream: stream.commands.empty())
+        busy, idle = streams
+        await busy.step(11)
+        busy.end(grpc.StatusCode.ABORTED, "another scheduler took the worker")
+        plan = await idle.plan()
+        assert list(plan.admissions[0].token_ids) == [5, 11]
+        await idle.complete(plan, idle.rows(plan), [12])
+        await idle.step(13)
+        assert oks(await asked, [11, 12, 13])
+
+
 async def test_a_resume_that_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """O1: a stopped worker accepts connections and says nothing."""
     monkeypatch.setattr(worker_link, "OPEN_TIMEOUT_S", 0.05)
