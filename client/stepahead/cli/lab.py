@@ -10,6 +10,10 @@ class LabGroup(LazyGroup):
 
     table = {  # noqa: RUF012 - declared a class variable by LazyGroup
         "generate": "stepahead.cli.lab_generate:generate",
+        "reuse": "stepahead.cli.lab_reuse:reuse",
+        "batch": "stepahead.cli.lab_batch:batch",
+        "window": "stepahead.cli.lab_window:window",
+        "boundary": "stepahead.cli.lab_boundary:boundary",
     }
 
 

@@ -29,6 +29,7 @@ class RootGroup(LazyGroup):
         "generate": "stepahead.cli.generate:generate",
         "chat": "stepahead.cli.chat:chat",
         "status": "stepahead.cli.status:status",
+        "health": "stepahead.cli.health:health",
         "lab": "stepahead.cli.lab:lab",
         "bench": "stepahead.cli.bench:bench",
         "scheduler": "stepahead.cli.services:scheduler",

@@ -44,6 +44,9 @@ class StackOptions:
     threads: int | None = None
     log_format: str | None = None
     drain_timeout: float = 30.0
+    worker_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
+    """Further flags as the services take them, for experiments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def worker_arguments(options: StackOptions, num_cores: int) -> list[str]:
     # A worker holds slots for two steps in flight unless told otherwise; a deeper overlap needs more.
     if options.overlap is not None and options.overlap.isdigit() and int(options.overlap) > 2:
         flags["--max-overlap-depth"] = options.overlap
-    return _flatten(flags)
+    return [*_flatten(flags), *options.worker_flags]
 
 
 def scheduler_arguments(options: StackOptions, worker_addresses: Sequence[str]) -> list[str]:
@@ -118,7 +121,8 @@ def scheduler_arguments(options: StackOptions, worker_addresses: Sequence[str]) 
         "--log-format": options.log_format,
         "--drain-timeout": f"{options.drain_timeout:g}",
     }
-    return _flatten(flags) + [part for address in worker_addresses for part in ("--worker", address)]
+    workers = [part for address in worker_addresses for part in ("--worker", address)]
+    return [*_flatten(flags), *options.scheduler_flags, *workers]
 
 
 def _flatten(flags: dict[str, str | int | None]) -> list[str]:
