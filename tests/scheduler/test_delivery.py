@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from stepahead.scheduler.delivery import SLICE, MessageBudget
 
-
 TICK_S = 1e-6
 """What running a callback takes, as on a real loop."""
 
