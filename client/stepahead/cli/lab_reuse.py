@@ -65,8 +65,9 @@ def additions_on_paper(way: str, num_prompt: int, num_outputs: int) -> int:
 async def play(address: str, prompt: Sequence[int], num_outputs: int) -> Outcome:
     """Generates once and reads what the worker recorded."""
     async with lab_session(address) as session:
+        num_before = len(await session.steps())
         token_ids = await (await session.ask(prompt, num_outputs)).tokens()
-        return Outcome(tuple(prompt), token_ids, tuple(await session.steps()))
+        return Outcome(tuple(prompt), token_ids, tuple((await session.steps())[num_before:]))
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
