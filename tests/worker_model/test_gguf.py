@@ -88,7 +88,7 @@ def test_float32_gguf_is_the_model(tiny, tmp_path, variant, architecture):
     model = tiny(variant)
     driver = driver_for(write_gguf(tmp_path / "tiny.gguf", model, architecture))
     driver.run([driver.admit(PROMPT)], 1, chunk=6)
-    np.testing.assert_allclose(driver.runner._logits.numpy()[0], model.logits(PROMPT)[-1], atol=1e-3)
+    np.testing.assert_allclose(driver.runner._logits.logits[0], model.logits(PROMPT)[-1], atol=1e-3)
     assert (driver.facts.name, driver.facts.eos_token_ids, driver.facts.bos_token_id) == ("tiny", (2,), 1)
     assert driver.facts.tokenizer_bundle == b""
 
@@ -104,7 +104,7 @@ def test_stored_types_are_dequantised(tiny, tmp_path, kind):
     driver = Driver(source)
     driver.run([driver.admit(PROMPT)], 1)
     tolerance = {"F16": 0.02, "BF16": 0.1, "Q8_0": 0.1}.get(kind.name, 1.0)
-    error = driver.runner._logits.numpy()[0] - model.logits(PROMPT)[-1]
+    error = driver.runner._logits.logits[0] - model.logits(PROMPT)[-1]
     assert np.sqrt((error**2).mean()) < tolerance * model.logits(PROMPT)[-1].std()
 
 
@@ -135,7 +135,7 @@ def test_rope_divisors_and_scaling_keys(tiny, tmp_path):
     for name, extra in (("keys.gguf", scaled), ("tensor.gguf", divisors)):
         driver = driver_for(write_gguf(tmp_path / name, model, "llama", extra=extra))
         driver.run([driver.admit(PROMPT)], 1)
-        np.testing.assert_allclose(driver.runner._logits.numpy()[0], model.logits(PROMPT)[-1], atol=1e-3)
+        np.testing.assert_allclose(driver.runner._logits.logits[0], model.logits(PROMPT)[-1], atol=1e-3)
 
 
 def test_unsupported_is_refused_by_name(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""The decoder against `transformers` in float32, through chunks, shuffled blocks and mixed batches."""
+"""The torch decoder against `transformers` in float32, through chunks, shuffled blocks and mixed batches."""
 
 import json
 
@@ -15,11 +15,11 @@ PROMPT = np.random.default_rng(4).integers(3, VOCAB_SIZE, 19).tolist()
 
 
 def driver_for(model, **options):
-    return Driver(make_runner(str(model.path), dtype="float32", threads=1), **options)
+    return Driver(make_runner(str(model.path), dtype="float32", threads=1, kernels="torch"), **options)
 
 
 def logits_of(driver):
-    return driver.runner._logits.numpy()
+    return driver.runner._logits.logits
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -107,7 +107,7 @@ def test_j10_a_row_of_nan_fails_alone(tiny):
     bad, good = driver.admit(PROMPT), driver.admit(PROMPT[:7])
     driver.step([(bad, 5), (good, 7)])
     with torch.inference_mode():
-        driver.runner._model[1]._attention._cache[:, bad.blocks[0]] = float("nan")
+        driver.runner._model[1].ops._attention._cache[:, bad.blocks[0]] = float("nan")
     assert driver.step([(good, 1), (bad, len(PROMPT) - 5)]) == [0, 1]
     driver.run([good], 6)
     assert good.outputs == model.greedy(PROMPT[:7], 6)
@@ -127,7 +127,8 @@ def test_masks_and_suppressed_ids_apply(tiny):
 def test_facts(tiny):
     model = tiny("llama-gqa-tied")
     calls = []
-    facts = make_runner(str(model.path), dtype="bfloat16", threads=1).load(lambda *call: calls.append(call))
+    runner = make_runner(str(model.path), dtype="bfloat16", threads=1, kernels="torch")
+    facts = runner.load(lambda *call: calls.append(call))
     assert (facts.vocab_size, facts.max_context_tokens, facts.eos_token_ids) == (VOCAB_SIZE, 128, (2,))
     assert (facts.bos_token_id, facts.dtype, facts.device, facts.tokenizer_bundle) == (1, "bfloat16", "cpu", b"")
     assert facts.kv_bytes_per_token == 3 * 2 * 2 * 8 * 2

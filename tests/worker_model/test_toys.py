@@ -228,7 +228,7 @@ def cached(driver, seq):
     """A copy of everything in the sequence's blocks."""
     if hasattr(driver.runner, "_cache"):
         return driver.runner._cache._values[seq.blocks]
-    return driver.runner._model[1]._attention._cache[:, seq.blocks].numpy()
+    return np.stack([part[:, seq.blocks] for part in driver.runner._model[1].step.cache_memory()])
 
 
 @pytest.mark.parametrize(

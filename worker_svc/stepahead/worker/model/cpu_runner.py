@@ -1,4 +1,8 @@
-"""`CpuRunner`: a Llama-family model on the CPU in torch."""
+"""`CpuRunner`: a Llama-family model on the CPU, in the compiled step library or in torch.
+
+STEPAHEAD_CPU_KERNELS (read by `registry`) chooses: `auto` is the library where it can be built and the CPU has the
+instructions, otherwise torch, and one log line says why; `native` and `torch` insist.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +18,50 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from stepahead.kernels.cpu.ops import CpuOps, has_fast_bfloat16
+from stepahead.kernels.cpu.ops import has_fast_bfloat16
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
-from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
 from stepahead.worker.model.host_runner import HostRunner
+from stepahead.worker.model.native_engine import NativeEngine, native_instruction_set
 from stepahead.worker.model.sampler import sample_logits
+from stepahead.worker.model.step_engine import StepEngine, StepLogits
+from stepahead.worker.model.torch_engine import TorchEngine
 from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, SamplingColumns, StepSamples
 
 _log = structlog.get_logger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+KERNELS = ("auto", "native", "torch")
 
 
 class CpuRunner(HostRunner):
     """Runs a checkpoint on the CPU. Construct it anywhere; call everything else on the device thread only."""
 
-    def __init__(self, spec: str, dtype: str, threads: int | None) -> None:
-        """Takes a model specification (see `registry`), "bfloat16", "float32" or "auto", and the torch threads."""
+    def __init__(self, spec: str, dtype: str, threads: int | None, kernels: str = "auto") -> None:
+        """Takes what `registry.make_runner` takes; nothing is read before `load`."""
         super().__init__()
         if dtype not in (*DTYPES, "auto"):
             raise ModelError(f"dtype {dtype!r} is not supported; supported are auto, {', '.join(DTYPES)}")
+        if kernels not in KERNELS:
+            raise ModelError(f"CPU kernels {kernels!r} do not exist; there are {', '.join(KERNELS)}")
         self._spec = spec
         self._dtype = dtype
+        self._kernels = kernels
         self._threads = threads or len(os.sched_getaffinity(0))
-        self._loaded: tuple[ModelConfig, CpuOps, Decoder] | None = None
-        self._logits = torch.empty(0)
+        self._loaded: tuple[ModelConfig, StepEngine] | None = None
+        self._logits = StepLogits(np.empty((0, 0), np.float32))
 
     @override
     def load(self, progress: ProgressCallback) -> ModelFacts:
         """See `Runner.load`. Sets torch's thread count for this process."""
-        torch.set_num_threads(self._threads)
-        with closing(open_checkpoint(self._spec)) as checkpoint, torch.inference_mode():
+        with closing(open_checkpoint(self._spec)) as checkpoint:
             config = checkpoint.config
             dtype = choose_dtype(self._dtype, config.stored_dtype)
-            ops = CpuOps(attention_shape(config), DTYPES[dtype])
-            loader = WeightLoader(
-                config, checkpoint.weights, ops, lambda done, total: progress("weights", done, total)
-            )
-            self._loaded = config, ops, Decoder(config, loader.load(), ops)
+            engine = self._load_engine(checkpoint, DTYPES[dtype], progress)
+            self._loaded = config, engine
             facts = ModelFacts(
                 name=checkpoint.name,
                 fingerprint=fingerprint(checkpoint, dtype),
@@ -64,32 +70,46 @@ class CpuRunner(HostRunner):
                 eos_token_ids=config.eos_token_ids,
                 bos_token_id=config.bos_token_id,
                 dtype=dtype,
-                weight_bytes=loader.weight_bytes,
-                kv_bytes_per_token=2
-                * config.num_layers
-                * config.num_kv_heads
-                * config.head_dim
-                * DTYPES[dtype].itemsize,
+                weight_bytes=engine.weight_bytes,
+                kv_bytes_per_token=engine.kv_bytes_per_token,
                 device="cpu",
                 tokenizer_bundle=checkpoint.tokenizer_bundle(),
             )
-        _log.info("model_loaded", model=facts.name, dtype=dtype, threads=self._threads, bytes=facts.weight_bytes)
+        _log.info(
+            "model_loaded",
+            model=facts.name,
+            dtype=dtype,
+            kernels=engine.name,
+            threads=self._threads,
+            bytes=facts.weight_bytes,
+        )
         return facts
+
+    def _load_engine(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: ProgressCallback) -> StepEngine:
+        def report(done: int, total: int) -> None:
+            progress("weights", done, total)
+
+        if self._kernels != "torch":
+            isa, reason = native_instruction_set()
+            if isa is not None:
+                return NativeEngine(checkpoint.config, checkpoint.weights, dtype, isa, self._threads, report)
+            if self._kernels == "native":
+                raise ModelError(f"the native CPU kernels are not available: {reason}")
+            _log.warning("native_kernels_unavailable", reason=reason, fallback="torch")
+        return TorchEngine(checkpoint.config, checkpoint.weights, dtype, self._threads, report)
 
     @override
     def _allocate_cache(self, shape: CacheShape) -> None:
-        config, ops, _ = self._model
+        config, engine = self._model
         if shape.max_model_len > config.max_context_tokens:
             raise ModelError(
                 f"max_model_len {shape.max_model_len} exceeds the model's {config.max_context_tokens} positions"
             )
-        with torch.inference_mode():
-            ops.allocate_cache(shape.num_blocks, shape.block_size, shape.max_model_len)
+        engine.allocate(shape)
 
     @override
     def _change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
-        with torch.inference_mode():
-            self._model[1].change_blocks(copies, zeroed)
+        self._model[1].change_blocks(copies, zeroed)
 
     @override
     def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
@@ -101,16 +121,17 @@ class CpuRunner(HostRunner):
             block_tables=step.block_tables,
         )
         last_tokens = step.query_start_loc[choice_rows + 1].astype(np.int64) - 1
-        with torch.inference_mode():
-            self._logits = self._model[2].forward(step.token_ids, layout, last_tokens)
+        self._logits = self._model[1].forward(step.token_ids, layout, last_tokens)
 
     @override
     def _choose(self, choices: NDArray[np.int64], sampling: SamplingColumns) -> StepSamples:
-        logits: NDArray[np.float32] = self._logits.numpy()
-        return sample_logits(logits if len(choices) == len(logits) else logits[choices], sampling)
+        step = self._logits
+        if len(choices) < len(step.logits):
+            step = step.rows(choices)
+        return sample_logits(step.logits, sampling, step.largest)
 
     @property
-    def _model(self) -> tuple[ModelConfig, CpuOps, Decoder]:
+    def _model(self) -> tuple[ModelConfig, StepEngine]:
         assert self._loaded is not None, "load comes first"
         return self._loaded
 

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from stepahead.kernels.ops import AttentionShape, Ops, PackedLinear, StepLayout
-from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig
+from stepahead.worker.model.tensor_reader import TensorReader
 from stepahead.worker.model.weights import WeightSource
 
 
@@ -62,16 +62,13 @@ class WeightLoader:
         self, config: ModelConfig, source: WeightSource, ops: Ops, progress: Callable[[int, int], None]
     ) -> None:
         self._config = config
-        self._source = source
+        self._reader = TensorReader(source, progress)
         self._ops = ops
-        self._progress = progress
-        self._done_bytes = 0
-        self._num_parameters = 0
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights read so far, in the device's dtype."""
-        return self._num_parameters * self._ops.dtype.itemsize
+        return self._reader.num_parameters * self._ops.dtype.itemsize
 
     def load(self) -> DecoderWeights:
         """Returns all weights.
@@ -80,19 +77,19 @@ class WeightLoader:
             ModelError: a tensor is missing or has another shape than the configuration says.
         """
         config = self._config
-        embedding = self._tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        embedding = self._reader.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
         final_norm = self._vector("model.norm.weight", config.hidden_size)
         head = embedding
         if not config.tied_embeddings:
-            head = self._tensor("lm_head.weight", (config.vocab_size, config.hidden_size))
+            head = self._reader.read("lm_head.weight", (config.vocab_size, config.hidden_size))
         weights = DecoderWeights(
             embedding=embedding.to(self._ops.dtype, copy=True),  # the source's files may go away
             layers=layers,
             final_norm=final_norm,
             head=self._ops.pack_linear(head, None),
         )
-        self._progress(self._source.total_bytes, self._source.total_bytes)
+        self._reader.finish()
         return weights
 
     def _layer(self, prefix: str) -> Layer:
@@ -119,26 +116,17 @@ class WeightLoader:
 
     def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> PackedLinear:
         """Packs the linears that read the same input as one, rows in the order given."""
-        weights = [self._tensor(f"{name}.weight", (size, num_inputs)) for name, size in outputs.items()]
+        weights = [self._reader.read(f"{name}.weight", (size, num_inputs)) for name, size in outputs.items()]
         bias = None
         if has_bias:
-            bias = torch.cat([self._tensor(f"{name}.bias", (size,)) for name, size in outputs.items()])
+            bias = torch.cat([self._reader.read(f"{name}.bias", (size,)) for name, size in outputs.items()])
         return self._ops.pack_linear(torch.cat(weights), bias)
 
     def _head_norm(self, name: str) -> torch.Tensor | None:
         return self._vector(name, self._config.head_dim) if self._config.qk_norm else None
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._tensor(name, (size,)).to(self._ops.dtype, copy=True)
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor, stored_bytes = self._source.read(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {list(tensor.shape)}, the configuration says {list(shape)}")
-        self._done_bytes += stored_bytes
-        self._num_parameters += tensor.numel()
-        self._progress(min(self._done_bytes, self._source.total_bytes), self._source.total_bytes)
-        return tensor
+        return self._reader.read(name, (size,)).to(self._ops.dtype, copy=True)
 
 
 class Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from stepahead.worker.errors import ModelError
@@ -19,16 +20,22 @@ TOYS: dict[str, Callable[[ToySpec], Runner]] = {
 }
 
 
-def make_runner(spec: str, *, dtype: str = "auto", threads: int | None = None) -> Runner:
+KERNELS_ENV = "STEPAHEAD_CPU_KERNELS"
+
+
+def make_runner(
+    spec: str, *, dtype: str = "auto", threads: int | None = None, kernels: str | None = None
+) -> Runner:
     """Returns a runner for a model; nothing is read or downloaded before its `load`.
 
     Args:
         spec: a directory, a FILE.gguf, a hub id, or `toy:NAME?options`.
         dtype: "auto", "bfloat16" or "float32"; toys compute in integers whatever it says.
-        threads: torch threads; None: one per core this process may use.
+        threads: compute threads; None: one per core this process may use.
+        kernels: "auto", "native" or "torch", see `cpu_runner`; None: what STEPAHEAD_CPU_KERNELS says, or "auto".
 
     Raises:
-        ModelError: a toy or an option that does not exist, or an unknown dtype.
+        ModelError: a toy or an option that does not exist, or an unknown dtype or kind of kernels.
     """
     if spec.startswith(PREFIX):
         toy = parse_toy_spec(spec)
@@ -37,4 +44,4 @@ def make_runner(spec: str, *, dtype: str = "auto", threads: int | None = None) -
         return TOYS[toy.name](toy)
     from stepahead.worker.model.cpu_runner import CpuRunner  # noqa: PLC0415 - a toy needs no torch
 
-    return CpuRunner(spec, dtype, threads)
+    return CpuRunner(spec, dtype, threads, kernels or os.environ.get(KERNELS_ENV) or "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -18,12 +19,33 @@ def uniform_draws(sampling: SamplingColumns) -> NDArray[np.float64]:
     return draw_uniform(sampling.seed, sampling.choice_index, sampling.output_index)
 
 
-def sample_logits(logits: NDArray[np.float32], sampling: SamplingColumns) -> StepSamples:
+@dataclass(frozen=True, slots=True)
+class LargestLogits:
+    """Each row's largest logit. It tells of all others: it is NaN if any of them is."""
+
+    ids: NDArray[np.int64]  # [num_samples], the lowest id on a tie
+    values: NDArray[np.float32]  # [num_samples]
+
+    def rows(self, chosen: NDArray[np.int64]) -> LargestLogits:
+        """Returns some rows, in the order given."""
+        return LargestLogits(self.ids[chosen], self.values[chosen])
+
+
+def find_largest(logits: NDArray[np.float32]) -> LargestLogits:
+    """Returns the largest of [num_samples, vocab_size] logits."""
+    ids = logits.argmax(axis=1)  # argmax points at a NaN if there is one
+    return LargestLogits(ids, logits[np.arange(len(ids)), ids])
+
+
+def sample_logits(
+    logits: NDArray[np.float32], sampling: SamplingColumns, largest: LargestLogits | None = None
+) -> StepSamples:
     """Samples every row.
 
     Args:
         logits: [num_samples, vocab_size] float32, contiguous.
         sampling: the rows' parameters.
+        largest: of the logits, if somebody found it already.
 
     Returns:
         Tokens and statuses, see `reference.sampling` for the order of operations.
@@ -37,11 +59,12 @@ def sample_logits(logits: NDArray[np.float32], sampling: SamplingColumns) -> Ste
             plain &= np.fromiter((entry is None for entry in restrictions), np.bool_, num_samples)
     rows = np.flatnonzero(plain)
     if len(rows):
-        chosen = logits if len(rows) == num_samples else logits[rows]
-        token_ids[rows] = chosen.argmax(axis=1)
-        # The largest value tells it all: argmax points at a NaN if there is one.
-        largest = chosen[np.arange(len(rows)), token_ids[rows]]
-        status[rows[~np.isfinite(largest)]] = SampleStatus.NON_FINITE
+        if largest is None:
+            best = find_largest(logits if len(rows) == num_samples else logits[rows])
+        else:
+            best = largest.rows(rows)
+        token_ids[rows] = best.ids
+        status[rows[~np.isfinite(best.values)]] = SampleStatus.NON_FINITE
     if len(rows) < num_samples:
         draws = uniform_draws(sampling)
         for row in np.flatnonzero(~plain).tolist():

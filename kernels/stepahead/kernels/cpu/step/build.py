@@ -1,0 +1,128 @@
+"""Compiles the CPU step library into a cache: `python -m stepahead.kernels.cpu.step.build` does it ahead of time.
+
+The cache is the user's (XDG_CACHE_HOME or ~/.cache, below `stepahead`), or the directory that
+STEPAHEAD_KERNEL_CACHE names. A library's name holds a digest of sources, flags and compiler version: a changed
+source is another file, and an old one is never loaded by mistake.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+CACHE_ENV = "STEPAHEAD_KERNEL_CACHE"
+COMPILER_ENV = "CXX"
+SOURCE_DIRECTORY = Path(__file__).parent / "csrc"
+
+# Contraction would let the compiler fuse a multiply and an add in one copy of inlined code and not in another:
+# results would depend on how many rows a call has.
+_COMMON_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"),
+)
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
+_FLAGS_OF = {"isa_avx2.cpp": _AVX2, "isa_avx512.cpp": _AVX512}
+
+
+class BuildUnavailable(Exception):
+    """The library cannot be built here; the message says why."""
+
+
+def built_library() -> Path:
+    """Returns the path of the compiled library, compiling it if the cache does not hold it.
+
+    Several processes may call this at once: one compiles, the others wait.
+
+    Raises:
+        BuildUnavailable: other machine than x86-64 Linux, no compiler, a compiler that fails, or no writable cache.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildUnavailable(f"it is written for x86-64 Linux, this is {sys.platform} on {platform.machine()}")
+    compiler, version = _compiler()
+    sources = sorted(SOURCE_DIRECTORY.glob("*.cpp"))
+    path = cache_directory() / f"step-{_digest(version)}.so"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():  # another process may have built it while this one waited
+                _compile(compiler, sources, path)
+    except OSError as error:
+        raise BuildUnavailable(f"the cache {path.parent} cannot be written: {error}") from error
+    return path
+
+
+def cache_directory() -> Path:
+    """Returns the directory of compiled libraries; it need not exist."""
+    if named := os.environ.get(CACHE_ENV):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepahead" / "kernels"
+
+
+def _compiler() -> tuple[str, str]:
+    """Returns the compiler's path and what it says of its version."""
+    name = os.environ.get(COMPILER_ENV) or "g++"
+    path = shutil.which(name)
+    if path is None:
+        raise BuildUnavailable(f"there is no compiler {name!r} (install g++, or name one in {COMPILER_ENV})")
+    return path, _run([path, "--version"])
+
+
+def _digest(compiler_version: str) -> str:
+    """Returns a digest of everything the compiled code depends on."""
+    digest = hashlib.sha256(compiler_version.encode())
+    digest.update(repr((_COMMON_FLAGS, sorted(_FLAGS_OF.items()))).encode())
+    for source in sorted(SOURCE_DIRECTORY.iterdir()):
+        digest.update(source.name.encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _compile(compiler: str, sources: list[Path], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        objects = [Path(directory) / f"{source.stem}.o" for source in sources]
+
+        def compile_one(index: int) -> None:
+            source = sources[index]
+            flags = [*_COMMON_FLAGS, *_FLAGS_OF.get(source.name, ())]
+            _run([compiler, *flags, "-c", str(source), "-o", str(objects[index])])
+
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
+            list(threads.map(compile_one, range(len(sources))))
+        linked = Path(directory) / "linked.so"
+        _run([compiler, *_COMMON_FLAGS, "-shared", *map(str, objects), "-o", str(linked)])
+        linked.replace(path)  # on one file system: a reader sees all of it or nothing
+
+
+def _run(command: list[str]) -> str:
+    """Returns what a compiler prints.
+
+    Raises:
+        BuildUnavailable: it fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildUnavailable(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        last_lines = " | ".join(done.stderr.strip().splitlines()[-3:])
+        raise BuildUnavailable(f"{Path(command[0]).name} failed ({Path(command[-1]).name}): {last_lines}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"{built_library()}\n")
+    except BuildUnavailable as error:
+        sys.exit(f"the CPU step library cannot be built: {error}")

@@ -1,0 +1,69 @@
+// The C ABI of the CPU step library: what `library.py` declares again in ctypes. Plain C types only.
+//
+// Every function expects checked arguments (`decoder_step.py` checks them) and is called by one thread at a time per
+// model. Functions that return int return 0, or ERROR_MEMORY where the system gave no memory or no thread.
+#pragma once
+#include <cstdint>
+
+#define STEP_ABI_VERSION 1
+#define STEP_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace step {
+
+enum Isa : int32_t { ISA_AVX2 = 0, ISA_AVX512_BF16 = 1 };
+enum { ERROR_MEMORY = 1 };
+
+// Tensors of `step_set`. Matrices are row-major [outputs][inputs] in the model's weight type, vectors are float32.
+enum TensorKind : int32_t {
+  EMBEDDING = 0,  // matrix; not given where the head is tied to it
+  HEAD,           // matrix
+  QUERY,
+  KEY,
+  VALUE,
+  OUTPUT,
+  GATE,
+  UP,
+  DOWN,
+  QUERY_BIAS,  // vectors from here on
+  KEY_BIAS,
+  VALUE_BIAS,
+  OUTPUT_BIAS,
+  GATE_BIAS,
+  UP_BIAS,
+  DOWN_BIAS,
+  ATTENTION_NORM,
+  MLP_NORM,
+  FINAL_NORM,
+  QUERY_NORM,
+  KEY_NORM,
+};
+
+struct Dims {
+  int32_t isa, bf16_weights;
+  int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
+  int32_t tied_head, num_threads, pin_threads;
+  float norm_eps, attention_scale;
+};
+
+struct CacheDims {
+  int64_t num_blocks;
+  int32_t block_size, max_tokens, max_positions, padding;
+  const float *cos, *sin;  // [max_positions][head_dim / 2]
+};
+
+// One step. Tokens of a row are neighbours; positions of a row are consecutive and end at seq_lens - 1.
+struct Batch {
+  int32_t num_rows, num_tokens, table_width, num_logits;
+  const int64_t* token_ids;        // [num_tokens]
+  const int64_t* positions;        // [num_tokens]
+  const int64_t* slot_mapping;     // [num_tokens]
+  const int32_t* query_start_loc;  // [num_rows + 1]
+  const int32_t* seq_lens;         // [num_rows]
+  const int32_t* block_tables;     // [num_rows][table_width]
+  const int64_t* logit_tokens;     // [num_logits], indexes of tokens
+  float* logits;                   // [num_logits][vocab_size]
+  int64_t* best_ids;               // [num_logits], the lowest id of the largest logit
+  float* best_logits;              // [num_logits], NaN where any logit is NaN
+};
+
+}  // namespace step

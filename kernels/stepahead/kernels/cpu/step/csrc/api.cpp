@@ -1,0 +1,200 @@
+// The exported functions: life of a model, its cache, and steps. See abi.h for what callers promise.
+#include <sched.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <initializer_list>
+#include <new>
+
+#include "model.h"
+
+namespace step {
+
+static constexpr size_t HUGE_PAGE = size_t(2) << 20;
+
+// Every buffer of any size gets its own mapping: zeroed by the system, given back whole.
+char* allocate(Model& model, size_t num_bytes) {
+  Region* region = new (std::nothrow) Region;
+  if (!region) return nullptr;
+  const bool huge = num_bytes >= HUGE_PAGE;
+  region->num_bytes = huge ? round_up(num_bytes, HUGE_PAGE) + HUGE_PAGE : round_up(num_bytes + 1, 4096);
+  void* base = mmap(nullptr, region->num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) {
+    delete region;
+    return nullptr;
+  }
+  region->base = static_cast<char*>(base);
+  region->next = model.regions;
+  model.regions = region;
+  if (!huge) return region->base;
+  char* aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<intptr_t>(base), HUGE_PAGE));
+  // A request, not a need: measured 0 to 25 % of a decode step.
+  (void)madvise(aligned, round_up(num_bytes, HUGE_PAGE), MADV_HUGEPAGE);
+  return aligned;
+}
+
+static void free_model(Model* model) {
+  delete model->pool;
+  delete[] model->layers;
+  for (Region* region = model->regions; region;) {
+    Region* next = region->next;
+    munmap(region->base, region->num_bytes);
+    delete region;
+    region = next;
+  }
+  delete model;
+}
+
+static void derive_sizes(Model& m) {
+  const Dims& d = m.dims;
+  m.half = round_up(d.head_dim / 2, 16);
+  m.padded_head = 2 * m.half;
+  m.group_heads = d.num_heads / d.num_kv_heads;
+  m.query_columns = d.num_heads * m.padded_head;
+  m.kv_columns = d.num_kv_heads * m.padded_head;
+  m.padded_hidden = round_up(d.hidden_size, 32);
+  m.padded_inner = round_up(d.intermediate_size, 32);
+  m.panel_columns = 2 * m.kernels->vector_width;
+  m.tile_elements = TILE_TOKENS * m.padded_head;
+}
+
+// One core per thread where the process has exactly that many; otherwise the system places the threads.
+static Pool* make_pool(const Dims& dims) {
+  int cpus[CPU_SETSIZE], num_cpus = 0;
+  cpu_set_t allowed;
+  if (dims.pin_threads && sched_getaffinity(0, sizeof allowed, &allowed) == 0)
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+      if (CPU_ISSET(cpu, &allowed)) cpus[num_cpus++] = cpu;
+  return Pool::create(dims.num_threads, num_cpus == dims.num_threads ? cpus : nullptr);
+}
+
+static bool allocate_activations(Model& m) {
+  const int64_t tokens = m.cache.max_tokens, bytes = m.kernels->activation_bytes, columns = m.query_columns;
+  const int64_t scratch = TASK_QUERIES * (PART_KEYS * 8 + 16 + 2 * m.padded_head * 4) + m.padded_head * 8 + 1024;
+  m.scratch_bytes = round_up(scratch, 4096);
+  m.max_tasks = tokens * m.dims.num_kv_heads * ((m.group_heads + TASK_QUERIES - 1) / TASK_QUERIES);
+  m.residual = reinterpret_cast<float*>(allocate(m, tokens * m.padded_hidden * 4));
+  m.qkv = reinterpret_cast<float*>(allocate(m, tokens * (columns + 2 * m.kv_columns) * 4));
+  m.normed = allocate(m, tokens * m.padded_hidden * bytes);
+  m.queries = allocate(m, tokens * columns * bytes);
+  m.attended = allocate(m, tokens * columns * bytes);
+  m.inner = allocate(m, tokens * m.padded_inner * bytes);
+  m.scratch = allocate(m, m.scratch_bytes * m.dims.num_threads);
+  m.tasks = reinterpret_cast<AttentionTask*>(allocate(m, m.max_tasks * sizeof(AttentionTask)));
+  m.best_logits = reinterpret_cast<float*>(allocate(m, tokens * m.dims.num_threads * sizeof(float)));
+  m.best_ids = reinterpret_cast<int64_t*>(allocate(m, tokens * m.dims.num_threads * sizeof(int64_t)));
+  return m.residual && m.qkv && m.normed && m.queries && m.attended && m.inner && m.scratch && m.tasks &&
+         m.best_logits && m.best_ids;
+}
+
+static void make_tasks(Model& m, const Batch& batch) {
+  m.num_tasks = 0;
+  for (int32_t row = 0; row < batch.num_rows; row++) {
+    const int64_t queries = (batch.query_start_loc[row + 1] - batch.query_start_loc[row]) * m.group_heads;
+    for (int32_t kv_head = 0; kv_head < m.dims.num_kv_heads; kv_head++)
+      for (int64_t first = 0; first < queries; first += TASK_QUERIES) {
+        const int64_t rest = queries - first;
+        const int32_t count = static_cast<int32_t>(rest < TASK_QUERIES ? rest : TASK_QUERIES);
+        m.tasks[m.num_tasks++] = {row, kv_head, static_cast<int32_t>(first), count};
+      }
+  }
+}
+
+struct ForwardJob {
+  Model* model;
+  const Batch* batch;
+};
+
+static void forward_job(void* argument, int thread) {
+  const ForwardJob& job = *static_cast<ForwardJob*>(argument);
+  job.model->kernels->forward(*job.model, *job.batch, thread);
+}
+
+}  // namespace step
+
+using namespace step;
+
+STEP_EXPORT int32_t step_abi_version() { return STEP_ABI_VERSION; }
+
+// Whether this CPU (and its system) runs the code of an instruction set.
+STEP_EXPORT int32_t step_has_isa(int32_t isa) {
+  __builtin_cpu_init();
+  if (isa == ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return isa == ISA_AVX512_BF16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bf16");
+}
+
+// Room for the weights; null where there is no memory or thread.
+STEP_EXPORT void* step_create(const Dims* dims) {
+  Model* model = new (std::nothrow) Model();
+  if (!model) return nullptr;
+  model->dims = *dims;
+  model->kernels = dims->isa == ISA_AVX2 ? avx2_kernels(dims->bf16_weights) : avx512_kernels(dims->bf16_weights);
+  derive_sizes(*model);
+  model->pool = make_pool(*dims);
+  if (model->pool && make_weights(*model)) return model;
+  free_model(model);
+  return nullptr;
+}
+
+STEP_EXPORT void step_destroy(void* handle) { free_model(static_cast<Model*>(handle)); }
+
+STEP_EXPORT int step_set(void* handle, int32_t kind, int32_t layer, const void* source) {
+  return set_tensor(*static_cast<Model*>(handle), static_cast<TensorKind>(kind), layer, source);
+}
+
+// The cache and the activations, every byte of the cache written; returns the cache's bytes, or -1. Called once.
+STEP_EXPORT int64_t step_allocate(void* handle, const CacheDims* dims) {
+  Model& m = *static_cast<Model*>(handle);
+  m.cache = *dims;
+  m.tiles_per_block = (dims->block_size + TILE_TOKENS - 1) / TILE_TOKENS;
+  const int64_t tiles = int64_t(m.dims.num_layers) * dims->num_blocks * m.dims.num_kv_heads * m.tiles_per_block;
+  const int64_t bytes = tiles * m.tile_elements * m.kernels->weight_bytes;
+  m.keys = allocate(m, bytes);
+  m.values = allocate(m, bytes);
+  m.cos = reinterpret_cast<float*>(allocate(m, dims->max_positions * m.half * sizeof(float)));
+  m.sin = reinterpret_cast<float*>(allocate(m, dims->max_positions * m.half * sizeof(float)));
+  if (!m.keys || !m.values || !m.cos || !m.sin || !allocate_activations(m)) return -1;
+  // Memory that was never written is the system's zero page: the first steps would pay for the real pages.
+  memset(m.keys, 0, bytes);
+  memset(m.values, 0, bytes);
+  const int64_t half = m.dims.head_dim / 2;
+  for (int64_t position = 0; position < dims->max_positions; position++) {
+    memcpy(m.cos + position * m.half, dims->cos + position * half, half * sizeof(float));
+    memcpy(m.sin + position * m.half, dims->sin + position * half, half * sizeof(float));
+  }
+  return 2 * bytes;
+}
+
+// Where the keys (0) or values (1) lie.
+STEP_EXPORT void* step_cache_memory(void* handle, int32_t part) {
+  const Model& m = *static_cast<Model*>(handle);
+  return part ? m.values : m.keys;
+}
+
+// Copies blocks (source, destination), all sources read before the first write, then zeroes blocks; in all layers.
+STEP_EXPORT int step_change_blocks(void* handle, const int64_t* copies, int64_t num_copies, const int64_t* zeroed,
+                                   int64_t num_zeroed) {
+  Model& m = *static_cast<Model*>(handle);
+  const int64_t weight_bytes = m.kernels->weight_bytes;
+  const size_t bytes = m.dims.num_kv_heads * m.tiles_per_block * m.tile_elements * weight_bytes;
+  char* held = num_copies ? new (std::nothrow) char[num_copies * bytes] : nullptr;
+  if (num_copies && !held) return ERROR_MEMORY;
+  for (int layer = 0; layer < m.dims.num_layers; layer++)
+    for (char* cache : {m.keys, m.values}) {
+      auto block = [&](int64_t id) { return cache + block_offset(m, layer, id, 0) * weight_bytes; };
+      for (int64_t i = 0; i < num_copies; i++) memcpy(held + i * bytes, block(copies[2 * i]), bytes);
+      for (int64_t i = 0; i < num_copies; i++) memcpy(block(copies[2 * i + 1]), held + i * bytes, bytes);
+      for (int64_t i = 0; i < num_zeroed; i++) memset(block(zeroed[i]), 0, bytes);
+    }
+  delete[] held;
+  return 0;
+}
+
+STEP_EXPORT void step_forward(void* handle, const Batch* batch) {
+  Model& m = *static_cast<Model*>(handle);
+  make_tasks(m, *batch);
+  ForwardJob job = {&m, batch};
+  m.pool->run(forward_job, &job);
+}

@@ -1,0 +1,191 @@
+// Attention of one task over paged keys and values, in place.
+//
+// A task is up to 48 query rows (token x query head of a group) of one sequence and KV head: a decode row is one group,
+// a prefill chunk many. The keys are taken in parts of eight tiles; parts begin at fixed positions, and each part has
+// its own maximum, sum and weighted values, which are then merged in ascending order. So a row's sums depend on its own
+// position only. Keys a row must not see get the weight 0, which changes no sum.
+#pragma once
+#include "linear.h"
+#include "model.h"
+#include "tile.h"
+
+namespace {
+
+template <class P>
+struct AttentionScratch {
+  alignas(64) float scores[step::TASK_QUERIES * step::PART_KEYS];
+  alignas(64) typename P::Activation weights[step::TASK_QUERIES * step::PART_KEYS];
+  float largest[step::TASK_QUERIES], sum[step::TASK_QUERIES], part_largest[step::TASK_QUERIES];
+  float part_sum[step::TASK_QUERIES];
+  // Behind it: result, part result [TASK_QUERIES][padded_head] float32, last value pair [padded_head][GROUP].
+};
+
+// What a part of the keys is: its tiles, and for each the position of its first token and how many it can hold.
+template <class P>
+struct Part {
+  const typename P::Weight *keys[step::PART_TILES], *values[step::PART_TILES];
+  int64_t position[step::PART_TILES];
+  int capacity[step::PART_TILES];
+  int num_tiles;
+};
+
+template <class P>
+Part<P> find_part(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task,
+                  int64_t first_tile, int64_t end_tile) {
+  using Weight = typename P::Weight;
+  const int32_t* table = batch.block_tables + static_cast<int64_t>(task.row) * batch.table_width;
+  Part<P> part;
+  part.num_tiles = static_cast<int>(end_tile - first_tile);
+  for (int i = 0; i < part.num_tiles; i++) {
+    const int64_t index = (first_tile + i) / m.tiles_per_block, inside = (first_tile + i) % m.tiles_per_block;
+    const int64_t start = step::block_offset(m, layer, table[index], task.kv_head) + inside * m.tile_elements;
+    part.keys[i] = reinterpret_cast<const Weight*>(m.keys) + start;
+    part.values[i] = reinterpret_cast<const Weight*>(m.values) + start;
+    part.position[i] = index * m.cache.block_size + inside * step::TILE_TOKENS;
+    const int64_t rest = m.cache.block_size - inside * step::TILE_TOKENS;
+    part.capacity[i] = static_cast<int>(rest < step::TILE_TOKENS ? rest : step::TILE_TOKENS);
+  }
+  return part;
+}
+
+// How many of tile i's tokens a row sees that sees `visible` positions.
+template <class P>
+STEP_INLINE int tokens_seen(const Part<P>& part, int i, int64_t visible) {
+  const int64_t count = visible - part.position[i];
+  return static_cast<int>(count < 0 ? 0 : count < part.capacity[i] ? count : part.capacity[i]);
+}
+
+template <class P>
+void score_keys(const step::Model& m, const Part<P>& part, const typename P::Activation* queries, int num_queries,
+                float* scores) {
+  constexpr int PER_TILE = step::TILE_TOKENS / P::WIDTH;  // vectors of a tile
+  const int num_vectors = part.num_tiles * PER_TILE;
+  for (int v = 0; v < num_vectors; v += 2) {
+    const int w = v + 1 < num_vectors ? v + 1 : v;  // a last lone vector is multiplied twice, and masked later
+    const auto* b0 = part.keys[v / PER_TILE] + v % PER_TILE * P::WIDTH * P::GROUP;
+    const auto* b1 = part.keys[w / PER_TILE] + w % PER_TILE * P::WIDTH * P::GROUP;
+    for (int q = 0; q < num_queries; q += P::ROWS) {
+      const int rows = num_queries - q < P::ROWS ? num_queries - q : P::ROWS;
+      const Run<P> run = {queries + q * m.padded_head, b0, b1, m.padded_head / P::GROUP};
+      multiply_rows<P, false>(rows)(&run, 1, m.padded_head, step::TILE_TOKENS * P::GROUP,
+                                    scores + q * step::PART_KEYS + v * P::WIDTH, step::PART_KEYS);
+    }
+  }
+}
+
+// Turns one row's scores into weights relative to the part's maximum; keys out of sight get 0.
+template <class P>
+void weigh_keys(const Part<P>& part, int64_t visible, const float* scores, typename P::Activation* weights,
+                float* largest, float* sum) {
+  const auto low = P::all(-3e38f);
+  auto top = low, total = P::zero();
+  for (int i = 0; i < part.num_tiles; i++)
+    for (int lane = 0; lane < step::TILE_TOKENS; lane += P::WIDTH) {
+      const auto v = P::load(scores + i * step::TILE_TOKENS + lane);
+      top = P::max(top, P::first(tokens_seen(part, i, visible) - lane, v, low));
+    }
+  const float maximum = P::largest(top);
+  for (int i = 0; i < part.num_tiles; i++)
+    for (int lane = 0; lane < step::TILE_TOKENS; lane += P::WIDTH) {
+      const int at = i * step::TILE_TOKENS + lane;
+      auto e = exponential<P>(P::sub(P::load(scores + at), P::all(maximum)));
+      e = P::first(tokens_seen(part, i, visible) - lane, e, P::zero());
+      total = P::add(total, e);
+      P::store_activation(weights + at, e);
+    }
+  *largest = maximum;
+  *sum = P::sum(total);
+}
+
+// out[q] = sum over the part's tokens of weight x value.
+template <class P>
+void mix_values(const step::Model& m, const Part<P>& part, int64_t visible, const typename P::Activation* weights,
+                int num_queries, typename P::Weight* last_pair, float* out) {
+  Run<P> runs[step::PART_TILES + 1];
+  int num_runs = 0;
+  for (int i = 0; i < part.num_tiles; i++) {
+    const int count = tokens_seen(part, i, visible), whole = count / P::GROUP;
+    const int column = i * step::TILE_TOKENS;
+    if (whole) runs[num_runs++] = {weights + column, part.values[i], nullptr, whole};
+    if (count % P::GROUP == 0) continue;
+    // The other half of the last pair belongs to nobody yet: a NaN left there by a failed former owner, times the
+    // weight 0, would be NaN.
+    const auto* pair = part.values[i] + whole * P::GROUP * m.padded_head;
+    for (int64_t e = 0; e < m.padded_head; e++) last_pair[e * P::GROUP] = pair[e * P::GROUP];
+    runs[num_runs++] = {weights + column + whole * P::GROUP, last_pair, nullptr, 1};
+  }
+  for (int64_t e = 0; e < m.padded_head; e += 2 * P::WIDTH)
+    for (int q = 0; q < num_queries; q += P::ROWS) {
+      const int rows = num_queries - q < P::ROWS ? num_queries - q : P::ROWS;
+      Run<P> shifted[step::PART_TILES + 1];
+      for (int i = 0; i < num_runs; i++) {
+        const auto* b0 = runs[i].b0 + e * P::GROUP;
+        shifted[i] = {runs[i].a + q * step::PART_KEYS, b0, b0 + P::WIDTH * P::GROUP, runs[i].steps};
+      }
+      multiply_rows<P, false>(rows)(shifted, num_runs, step::PART_KEYS, m.padded_head * P::GROUP,
+                                    out + q * m.padded_head + e, m.padded_head);
+    }
+}
+
+// result = result scaled to the common maximum + the part's result scaled to it.
+template <class P>
+void merge_part(int64_t size, float* largest, float* sum, float* result, float part_largest, float part_sum,
+                const float* part_result) {
+  const float top = *largest > part_largest ? *largest : part_largest;
+  const auto old_factor = exponential<P>(P::all(*largest - top)), factor = exponential<P>(P::all(part_largest - top));
+  const auto total = P::fma(P::all(*sum), old_factor, P::mul(P::all(part_sum), factor));
+  for (int64_t e = 0; e < size; e += P::WIDTH)
+    P::store(result + e, P::fma(P::load(result + e), old_factor, P::mul(P::load(part_result + e), factor)));
+  alignas(64) float lanes[P::WIDTH];
+  P::store(lanes, total);
+  *sum = lanes[0];
+  *largest = top;
+}
+
+template <class P>
+void attend(step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task, char* memory) {
+  auto& scratch = *reinterpret_cast<AttentionScratch<P>*>(memory);
+  float* result = reinterpret_cast<float*>(memory + sizeof scratch);
+  float* part_result = result + step::TASK_QUERIES * m.padded_head;
+  auto* last_pair = reinterpret_cast<typename P::Weight*>(part_result + step::TASK_QUERIES * m.padded_head);
+  for (int64_t e = 0; e < m.padded_head * P::GROUP; e++) last_pair[e] = 0;
+
+  const int64_t begin = batch.query_start_loc[task.row], end = batch.query_start_loc[task.row + 1];
+  const int64_t first_position = batch.seq_lens[task.row] - (end - begin);
+  auto visible = [&](int q) { return first_position + (task.first_query + q) / m.group_heads + 1; };
+  const int64_t most = visible(task.num_queries - 1), block_size = m.cache.block_size;
+  const int64_t num_tiles =
+      (most - 1) / block_size * m.tiles_per_block + (most - 1) % block_size / step::TILE_TOKENS + 1;
+  const int64_t place = (task.kv_head * m.cache.max_tokens + begin) * m.group_heads + task.first_query;
+  const auto* queries = reinterpret_cast<const typename P::Activation*>(m.queries) + place * m.padded_head;
+
+  for (int64_t tile = 0; tile < num_tiles; tile += step::PART_TILES) {
+    const int64_t end_tile = tile + step::PART_TILES < num_tiles ? tile + step::PART_TILES : num_tiles;
+    const Part<P> part = find_part<P>(m, batch, layer, task, tile, end_tile);
+    score_keys<P>(m, part, queries, task.num_queries, scratch.scores);
+    for (int q = 0; q < task.num_queries; q++)
+      weigh_keys<P>(part, visible(q), scratch.scores + q * step::PART_KEYS, scratch.weights + q * step::PART_KEYS,
+                    scratch.part_largest + q, scratch.part_sum + q);
+    float* out = tile == 0 ? result : part_result;
+    mix_values<P>(m, part, most, scratch.weights, task.num_queries, last_pair, out);
+    for (int q = 0; q < task.num_queries; q++) {
+      if (tile == 0) {
+        scratch.largest[q] = scratch.part_largest[q];
+        scratch.sum[q] = scratch.part_sum[q];
+      } else if (visible(q) > part.position[0]) {  // else the part does not exist for this row
+        merge_part<P>(m.padded_head, scratch.largest + q, scratch.sum + q, result + q * m.padded_head,
+                      scratch.part_largest[q], scratch.part_sum[q], part_result + q * m.padded_head);
+      }
+    }
+  }
+  for (int q = 0; q < task.num_queries; q++) {
+    const int64_t token = begin + (task.first_query + q) / m.group_heads;
+    const int64_t head = task.kv_head * m.group_heads + (task.first_query + q) % m.group_heads;
+    auto* out = reinterpret_cast<typename P::Activation*>(m.attended) + token * m.query_columns + head * m.padded_head;
+    const auto inverse = P::all(1.0f / scratch.sum[q]);
+    for (int64_t e = 0; e < m.padded_head; e += P::WIDTH)
+      P::store_activation(out + e, P::mul(P::load(result + q * m.padded_head + e), inverse));
+  }
+}
+
+}  // namespace

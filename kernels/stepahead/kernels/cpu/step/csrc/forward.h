@@ -1,0 +1,172 @@
+// The whole step, as every thread runs it: phases with a barrier before each, units shared inside.
+#pragma once
+#include "attention.h"
+#include "linear.h"
+#include "model.h"
+#include "rows.h"
+
+namespace {
+
+static constexpr int ROW_UNIT = 4;  // rows of a unit in phases that go row by row
+
+template <class P>
+class Step {
+ public:
+  Step(step::Model& model, const step::Batch& batch, int thread)
+      : m(model), batch(batch), thread{*model.pool, thread}, scratch(model.scratch + thread * model.scratch_bytes) {}
+
+  void run() {
+    const int64_t hidden = m.padded_hidden;
+    rows(batch.num_tokens, [&](int64_t t) {
+      embed_row<P>(m, batch.token_ids[t], m.residual + t * hidden);
+      norm(m.residual + t * hidden, m.layers[0].attention_norm, t);
+    });
+    for (int layer = 0; layer < m.dims.num_layers; layer++) {
+      attention(layer);
+      mlp(layer);
+    }
+    if (batch.num_logits) head();
+  }
+
+ private:
+  using Activation = typename P::Activation;
+  step::Model& m;
+  const step::Batch& batch;
+  const Thread thread;
+  char* const scratch;
+
+  static Activation* as_input(char* memory) { return reinterpret_cast<Activation*>(memory); }
+
+  template <class Work>
+  void rows(int64_t num_rows, Work work) {
+    share(thread, (num_rows + ROW_UNIT - 1) / ROW_UNIT, [&](int64_t unit) {
+      for (int64_t row = unit * ROW_UNIT; row < num_rows && row < (unit + 1) * ROW_UNIT; row++) work(row);
+    });
+  }
+
+  void norm(const float* x, const float* weight, int64_t row) {
+    norm_row<P>(m, x, weight, as_input(m.normed) + row * m.padded_hidden);
+  }
+
+  void add_to_residual(const step::Linear& matrix, char* input, int64_t stride) {
+    linear<P>(thread, matrix, as_input(input), stride, batch.num_tokens, [&](int64_t row, int64_t panel, auto a, auto b) {
+      float* x = m.residual + row * m.padded_hidden + panel * 2 * P::WIDTH;
+      P::store(x, P::add(P::load(x), a));
+      P::store(x + P::WIDTH, P::add(P::load(x + P::WIDTH), b));
+    });
+  }
+
+  void attention(int layer) {
+    const step::Layer& weights = m.layers[layer];
+    const int64_t columns = m.query_columns + 2 * m.kv_columns;
+    if (layer) norm_all(weights.attention_norm);
+    linear<P>(thread, weights.qkv, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+              [&](int64_t row, int64_t panel, auto a, auto b) {
+                float* out = m.qkv + row * columns + panel * 2 * P::WIDTH;
+                P::store(out, a);
+                P::store(out + P::WIDTH, b);
+              });
+    rows(batch.num_tokens, [&](int64_t t) { place_token<P>(m, batch, layer, t, scratch); });
+    share(thread, m.num_tasks, [&](int64_t task) { attend<P>(m, batch, layer, m.tasks[task], scratch); });
+    add_to_residual(weights.output, m.attended, m.query_columns);
+  }
+
+  void norm_all(const float* weight) {
+    rows(batch.num_tokens, [&](int64_t t) { norm(m.residual + t * m.padded_hidden, weight, t); });
+  }
+
+  void mlp(int layer) {
+    const step::Layer& weights = m.layers[layer];
+    norm_all(weights.mlp_norm);
+    linear<P>(thread, weights.gate_up, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+              [&](int64_t row, int64_t panel, auto gate, auto up) {
+                const auto one = P::all(1.0f), e = exponential<P>(P::sub(P::zero(), gate));
+                const auto silu = P::div(gate, P::add(one, e));
+                P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH, P::mul(silu, up));
+              });
+    add_to_residual(weights.down, m.inner, m.padded_inner);
+  }
+
+  void head() {
+    float* best = m.best_logits + thread.index * static_cast<int64_t>(m.cache.max_tokens);
+    int64_t* best_ids = m.best_ids + thread.index * static_cast<int64_t>(m.cache.max_tokens);
+    for (int64_t i = 0; i < batch.num_logits; i++) best[i] = -__builtin_inff(), best_ids[i] = INT64_MAX;
+    rows(batch.num_logits,
+         [&](int64_t i) { norm(m.residual + batch.logit_tokens[i] * m.padded_hidden, m.final_norm, i); });
+    linear<P>(thread, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
+              [&](int64_t row, int64_t panel, auto a, auto b) {
+                store_logits(row, panel, a, b);
+                keep_best(panel, a, b, best + row, best_ids + row);
+              });
+    thread.pool.next_phase(0);
+    if (thread.index == 0) merge_best();
+  }
+
+  int columns_of(int64_t panel) const {
+    const int64_t rest = m.dims.vocab_size - panel * 2 * P::WIDTH;
+    return static_cast<int>(rest < 2 * P::WIDTH ? rest : 2 * P::WIDTH);
+  }
+
+  template <class F>
+  void store_logits(int64_t row, int64_t panel, F a, F b) const {
+    float* out = batch.logits + row * m.dims.vocab_size + panel * 2 * P::WIDTH;
+    const int columns = columns_of(panel);
+    if (columns == 2 * P::WIDTH) {
+      P::store(out, a);
+      P::store(out + P::WIDTH, b);
+      return;
+    }
+    alignas(64) float both[2 * P::WIDTH];
+    P::store(both, a);
+    P::store(both + P::WIDTH, b);
+    for (int i = 0; i < columns; i++) out[i] = both[i];
+  }
+
+  // Units come in any order, so equal values are settled by id. A NaN, once met, stays.
+  template <class F>
+  void keep_best(int64_t panel, F a, F b, float* best, int64_t* best_id) const {
+    const int columns = columns_of(panel);
+    const auto low = P::all(-__builtin_inff());
+    if (columns < 2 * P::WIDTH) {
+      a = P::first(columns, a, low);
+      b = P::first(columns - P::WIDTH, b, low);
+    }
+    if (P::has_nan(a) || P::has_nan(b)) *best = __builtin_nanf("");
+    const float largest = P::largest(P::max(a, b));
+    if (!(largest >= *best)) return;
+    const auto level = P::all(largest);
+    const uint32_t first = P::equal(a, level), second = P::equal(b, level);
+    const int column = first ? __builtin_ctz(first) : P::WIDTH + __builtin_ctz(second | 1u << 31);
+    const int64_t id = panel * 2 * P::WIDTH + column;
+    if (largest > *best || id < *best_id) *best_id = id;
+    *best = largest;
+  }
+
+  void merge_best() {
+    for (int64_t i = 0; i < batch.num_logits; i++) {
+      batch.best_logits[i] = m.best_logits[i];
+      batch.best_ids[i] = m.best_ids[i];
+      for (int t = 1; t < thread.pool.size(); t++) {
+        const float value = m.best_logits[t * static_cast<int64_t>(m.cache.max_tokens) + i];
+        const int64_t id = m.best_ids[t * static_cast<int64_t>(m.cache.max_tokens) + i];
+        const float best = batch.best_logits[i];
+        if (value > best || value != value || (value == best && id < batch.best_ids[i])) {
+          if (best == best) batch.best_logits[i] = value;
+          batch.best_ids[i] = id;
+        }
+      }
+    }
+  }
+};
+
+template <class P>
+void forward(step::Model& model, const step::Batch& batch, int thread) {
+  Step<P>(model, batch, thread).run();
+}
+
+template <class P>
+constexpr step::Kernels kernels_of() {
+  return {P::WIDTH, P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation), forward<P>};
+}
+
+}  // namespace

@@ -1,0 +1,109 @@
+// A model as every instruction set sees it: sizes, packed weights, KV cache, activations. Plain pointers and inline
+// code with internal linkage only: a function compiled for AVX512 must never be linked in where AVX2 runs.
+//
+// Packed matrix ("panels"): output columns in panels of two vectors, inputs in groups of `group` (bf16: 2, the depth
+// of vdpbf16ps; float32: 1)
+//
+//     [num_panels][num_inputs / group][2 * vector_width][group]
+//
+// so a panel is one forward run through memory. Inputs and outputs are padded with zeros.
+//
+// KV cache, per layer, block and KV head, in tiles of 16 tokens (a block of another size is padded to whole tiles):
+//
+//     keys   [tiles][padded_head / group][16 tokens][group]
+//     values [tiles][16 / group][padded_head][group]
+//
+// Both are operands of the same multiplication as a panel, where they lie. Heads are padded by halves to vectors of
+// 16, so rotation never crosses a vector.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "abi.h"
+#include "pool.h"
+
+namespace step {
+
+static constexpr int TILE_TOKENS = 16;
+static constexpr int PART_TILES = 8;    // KV tiles that share one maximum; parts begin at fixed positions
+static constexpr int PART_KEYS = PART_TILES * TILE_TOKENS;
+static constexpr int TASK_QUERIES = 48;  // query rows (token x head of a group) of an attention task
+
+static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+struct Model;
+
+// What an instruction set brings.
+struct Kernels {
+  int vector_width;      // floats
+  int group;             // inputs per column and multiplication step
+  int weight_bytes;      // per weight and per KV element
+  int activation_bytes;  // per input of a matrix
+  void (*forward)(Model& model, const Batch& batch, int thread);
+};
+
+const Kernels* avx2_kernels(bool bf16);
+const Kernels* avx512_kernels(bool bf16);
+
+struct Linear {
+  int64_t num_inputs, num_panels, panel_bytes;
+  char* weights;
+  float* bias;  // [num_panels * 2 * vector_width] or null
+};
+
+struct Layer {
+  Linear qkv, output, gate_up, down;  // gate_up: a panel is one vector of gate columns, then the same ones of up
+  float *attention_norm, *mlp_norm;   // [padded_hidden]
+  float *query_norm, *key_norm;       // [padded_head] or null
+};
+
+// One (row, KV head, run of query rows) of attention.
+struct AttentionTask {
+  int32_t row, kv_head, first_query, num_queries;
+};
+
+struct Region {  // memory from the system, freed with the model
+  char* base;
+  size_t num_bytes;
+  Region* next;
+};
+
+struct Model {
+  Dims dims;
+  const Kernels* kernels;
+  Pool* pool;
+  Region* regions;
+
+  int64_t half, padded_head, group_heads, query_columns, kv_columns, padded_hidden, padded_inner, panel_columns;
+  Layer* layers;
+  Linear head;
+  float* final_norm;
+  char* embedding;  // [vocab_size][hidden_size], or null: rows are read from the packed head
+
+  CacheDims cache;
+  int64_t tiles_per_block, tile_elements;
+  char *keys, *values;
+  float *cos, *sin;  // [max_positions][half]
+
+  // Activations of a step, a row per token.
+  float *residual, *qkv;                         // [padded_hidden], [query_columns + 2 * kv_columns]
+  char *normed, *queries, *attended, *inner;     // queries: [kv_head][token][head of group][padded_head]
+  char* scratch;                                 // [num_threads][scratch_bytes]
+  int64_t scratch_bytes;
+  AttentionTask* tasks;
+  int64_t num_tasks, max_tasks;
+  float* best_logits;  // [num_threads][max_tokens]
+  int64_t* best_ids;
+};
+
+// Element offset of a block's first tile, in `keys` or `values`.
+static inline int64_t block_offset(const Model& model, int layer, int64_t block, int64_t kv_head) {
+  const int64_t blocks = layer * model.cache.num_blocks + block;
+  return (blocks * model.dims.num_kv_heads + kv_head) * model.tiles_per_block * model.tile_elements;
+}
+
+char* allocate(Model& model, size_t num_bytes);  // zeroed, 2 MiB aligned; null if the system has none
+bool make_weights(Model& model);
+int set_tensor(Model& model, TensorKind kind, int layer, const void* source);
+
+}  // namespace step

@@ -1,0 +1,106 @@
+// The one multiplication of the library: R rows of activations by two vectors of columns.
+//
+// Every result is one chain of multiply-adds over its inputs in ascending order, in one lane of one register. How many
+// rows share a call, and what else the step holds, does not enter: this is what makes every row's bits independent of
+// its batch ("batch-invariant by construction").
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#define STEP_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+static constexpr int PREFETCH_BYTES = 3072;  // ahead in the weight stream; 2 to 4 KiB measured best
+
+template <class P, int R>
+struct Sums {
+  typename P::F v[R][2];
+};
+
+// b0 and b1 point at the two vectors of columns, `b_step` elements apart from one input group to the next.
+template <class P, int R, bool PREFETCH>
+STEP_INLINE void multiply_add(Sums<P, R>& sums, const typename P::Activation* a, int64_t a_stride,
+                              const typename P::Weight* b0, const typename P::Weight* b1, int64_t b_step,
+                              int64_t steps) {
+  const typename P::Activation* rows[(R + 2) / 3];  // every third row: the two after it are one or two strides on
+#pragma GCC unroll 4
+  for (int i = 0; i < (R + 2) / 3; i++) rows[i] = a + 3 * i * a_stride;
+  for (int64_t k = 0; k < steps; k++) {
+    const auto right0 = P::weights(b0), right1 = P::weights(b1);
+    if (PREFETCH) {
+      const char* ahead = reinterpret_cast<const char*>(b0) + PREFETCH_BYTES;
+      __builtin_prefetch(ahead);
+      if (P::WIDTH * P::GROUP * sizeof(*b0) > 32) __builtin_prefetch(ahead + 64);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const auto left = P::spread(rows[r / 3] + (r % 3) * a_stride);
+      sums.v[r][0] = P::multiply(sums.v[r][0], left, right0);
+      sums.v[r][1] = P::multiply(sums.v[r][1], left, right1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < (R + 2) / 3; i++) rows[i] += P::GROUP;
+    b0 += b_step;
+    b1 += b_step;
+  }
+}
+
+// One run of inputs of a multiplication; a matrix is one run, the values of a sequence are one per KV tile.
+template <class P>
+struct Run {
+  const typename P::Activation* a;
+  const typename P::Weight *b0, *b1;
+  int64_t steps;
+};
+
+// c[r] = sum over all runs, R rows of two vectors, `c_stride` floats apart.
+template <class P, int R, bool PREFETCH>
+void multiply_runs(const Run<P>* runs, int num_runs, int64_t a_stride, int64_t b_step, float* c, int64_t c_stride) {
+  Sums<P, R> sums;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) sums.v[r][0] = sums.v[r][1] = P::zero();
+  for (int i = 0; i < num_runs; i++)
+    multiply_add<P, R, PREFETCH>(sums, runs[i].a, a_stride, runs[i].b0, runs[i].b1, b_step, runs[i].steps);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++) {
+    P::store(c + r * c_stride, sums.v[r][0]);
+    P::store(c + r * c_stride + P::WIDTH, sums.v[r][1]);
+  }
+}
+
+template <class P>
+using Multiply = void (*)(const Run<P>*, int, int64_t, int64_t, float*, int64_t);
+
+template <class P, bool PREFETCH, int... R>
+constexpr Multiply<P> multiply_for(int rows, std::integer_sequence<int, R...>) {
+  constexpr Multiply<P> table[] = {multiply_runs<P, R + 1, PREFETCH>...};
+  return table[rows - 1];
+}
+
+// The multiplication for 1 .. P::ROWS rows.
+template <class P, bool PREFETCH>
+Multiply<P> multiply_rows(int rows) {
+  return multiply_for<P, PREFETCH>(rows, std::make_integer_sequence<int, P::ROWS>());
+}
+
+// e^x to about one unit in the last place, exactly 1 at 0; below -87 it stays at the smallest normal number. Cephes'
+// expf: range reduction by ln 2 in two parts, a polynomial of degree 5 for (e^r - 1 - r) / r^2.
+template <class P>
+STEP_INLINE typename P::F exponential(typename P::F x) {
+  x = P::max(P::all(-87.3f), P::min(P::all(88.3f), x));  // this operand order lets NaN through
+  const auto n = P::round(P::mul(x, P::all(1.44269504f)));
+  auto r = P::negative_fma(n, P::all(0.693359375f), x);
+  r = P::negative_fma(n, P::all(-2.12194440e-4f), r);
+  auto p = P::all(1.9875691500e-4f);
+  p = P::fma(p, r, P::all(1.3981999507e-3f));
+  p = P::fma(p, r, P::all(8.3334519073e-3f));
+  p = P::fma(p, r, P::all(4.1665795894e-2f));
+  p = P::fma(p, r, P::all(1.6666665459e-1f));
+  p = P::fma(p, r, P::all(5.0000001201e-1f));
+  p = P::fma(p, P::mul(r, r), P::add(r, P::all(1.0f)));
+  return P::mul(p, P::power_of_two(n));
+}
+
+}  // namespace

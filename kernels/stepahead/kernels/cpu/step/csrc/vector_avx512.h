@@ -1,0 +1,90 @@
+// Sixteen floats of AVX512F, and the two ways to multiply by weights with them.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Avx512 {
+  using F = __m512;
+  static constexpr int WIDTH = 16;
+  static constexpr int ROWS = 12;  // 12 x 2 accumulators, 2 weights and broadcasts fill 32 registers
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static F all(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F negative_fma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+  // The second operand is the result if either is NaN.
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static float sum(F v) { return _mm512_reduce_add_ps(v); }
+  static float largest(F v) { return _mm512_reduce_max_ps(v); }
+  static F round(F v) { return _mm512_roundscale_ps(v, 0); }
+  static F power_of_two(F n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+  }
+  // Lanes below `count` of v, the others of `rest`; count may be anything.
+  static F first(int count, F v, F rest) {
+    const uint32_t mask = count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1;
+    return _mm512_mask_mov_ps(rest, static_cast<__mmask16>(mask), v);
+  }
+  static uint32_t equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  static bool has_nan(F v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
+
+  static F widen(const uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+};
+
+struct Avx512Bf16Path : Avx512 {
+  using Weight = uint16_t;
+  using Activation = uint16_t;
+  using Left = __m512i;
+  using Right = __m512i;
+  static constexpr int GROUP = 2;
+
+  static Left spread(const Activation* p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return _mm512_set1_epi32(pair);
+  }
+  static Right weights(const Weight* p) { return _mm512_loadu_si512(p); }
+  static F multiply(F sum, Left left, Right right) { return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right); }
+  static void store_activation(Activation* p, F v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(v));
+  }
+  static void store_weight(Weight* p, F v) { store_activation(p, v); }
+  static float weight(Weight w) {
+    const uint32_t bits = static_cast<uint32_t>(w) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+};
+
+struct Avx512FloatPath : Avx512 {
+  using Weight = float;
+  using Activation = float;
+  using Left = __m512;
+  using Right = __m512;
+  static constexpr int GROUP = 1;
+
+  static Left spread(const Activation* p) { return _mm512_set1_ps(*p); }
+  static Right weights(const Weight* p) { return _mm512_loadu_ps(p); }
+  static F multiply(F sum, Left left, Right right) { return _mm512_fmadd_ps(left, right, sum); }
+  static void store_activation(Activation* p, F v) { store(p, v); }
+  static void store_weight(Weight* p, F v) { store(p, v); }
+  static float weight(Weight w) { return w; }
+};
+
+}  // namespace

@@ -1,0 +1,341 @@
+"""`DecoderStep`: a model's weights and KV cache in the step library, and the one call per step.
+
+Everything is checked here, in Python, before it reaches compiled code: shapes, dtypes, ranges, block ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from stepahead.kernels.cpu.step.library import Batch, CacheDims, Dims, InstructionSet, TensorKind, step_library
+from stepahead.kernels.reference.rope import RopeConfig, rope_tables
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from stepahead.kernels.ops import StepLayout
+
+MAX_THREADS = 256
+_DTYPES = {torch.bfloat16: 1, torch.float32: 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Sizes of a decoder of the Llama family."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    attention_scale: float
+    rope: RopeConfig
+    tied_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step leaves for sampling, a row per token that was asked for."""
+
+    logits: NDArray[np.float32]  # [num_logits, vocab_size]
+    best_ids: NDArray[np.int64]  # [num_logits], the lowest id of the largest logit
+    best_logits: NDArray[np.float32]  # [num_logits], NaN where any logit is NaN
+
+
+class DecoderStep:
+    """One model in compiled code. Not for several threads at once.
+
+    Life: construct, `set_tensor` for every weight, `allocate` once, then `forward` per step.
+    """
+
+    def __init__(self, shape: StepShape, dtype: torch.dtype, isa: InstructionSet, num_threads: int) -> None:
+        """Makes room for the weights and starts the threads.
+
+        Args:
+            shape: sizes.
+            dtype: of weights and KV cache, torch.bfloat16 or torch.float32. Sums and the residual are float32.
+            isa: one of `instruction_sets()`.
+            num_threads: 1 .. 256; tied to cores where the process has exactly that many.
+
+        Raises:
+            BuildUnavailable: the library cannot be built or opened here.
+            ValueError: an argument is out of range, or this CPU lacks the instruction set.
+            MemoryError: no memory for the weights, or no threads.
+        """
+        _check_shape(shape, num_threads)
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, not {dtype}")
+        self._library = step_library()
+        if not self._library.step_has_isa(int(isa)):
+            raise ValueError(f"isa: this CPU does not run {isa.name}")
+        self._shape = shape
+        self._dtype = dtype
+        self._tables: CacheDims | None = None
+        self._cache_bytes = 0
+        dims = Dims(
+            isa=int(isa),
+            bf16_weights=_DTYPES[dtype],
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab_size,
+            tied_head=int(shape.tied_head),
+            num_threads=num_threads,
+            pin_threads=1,
+            norm_eps=shape.norm_eps,
+            attention_scale=shape.attention_scale,
+        )
+        handle: int | None = self._library.step_create(ctypes.byref(dims))
+        if not handle:
+            raise MemoryError(f"the weights of {shape} or {num_threads} threads do not fit")
+        self._handle = ctypes.c_void_p(handle)
+        self._finalizer = weakref.finalize(self, self._library.step_destroy, self._handle)
+
+    def close(self) -> None:
+        """Ends the threads and frees all memory; the object cannot be used afterwards."""
+        self._finalizer()
+
+    def set_tensor(self, kind: TensorKind, layer: int, tensor: torch.Tensor) -> None:
+        """Packs one weight; the tensor can be dropped afterwards.
+
+        Args:
+            kind: which weight.
+            layer: 0 and up; 0 for embedding, head and final norm.
+            tensor: [outputs, inputs] or [size], any float dtype.
+
+        Raises:
+            ValueError: the layer does not exist or the tensor has another shape than the model says.
+            MemoryError: no memory.
+        """
+        self._check_open()
+        if not 0 <= layer < self._shape.num_layers:
+            raise ValueError(f"layer {layer} is outside 0..{self._shape.num_layers - 1}")
+        expected = tensor_shape(self._shape, kind)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{kind.name} has shape {list(tensor.shape)}, must be {list(expected)}")
+        if kind == TensorKind.EMBEDDING and self._shape.tied_head:
+            raise ValueError("EMBEDDING of a tied model is its HEAD")
+        dtype = self._dtype if kind < TensorKind.QUERY_BIAS else torch.float32
+        plain = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        if self._library.step_set(self._handle, int(kind), layer, plain.data_ptr()):
+            raise MemoryError(f"no memory for {kind.name} of layer {layer}")
+
+    def allocate(self, *, num_blocks: int, block_size: int, max_tokens: int, max_positions: int) -> int:
+        """Allocates KV cache and activations, every byte of the cache written; returns the cache's bytes.
+
+        A block takes whole tiles of 16 tokens: a block size that is no multiple of 16 wastes the rest.
+
+        Args:
+            num_blocks: blocks a step may name.
+            block_size: kv_slots per block.
+            max_tokens: tokens a step may feed.
+            max_positions: positions stay below this.
+
+        Raises:
+            ValueError: an argument is not positive, or the cache exists already.
+            MemoryError: no memory.
+        """
+        self._check_open()
+        if self._tables is not None:
+            raise ValueError("the cache is allocated already")
+        for name, value in (
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("max_tokens", max_tokens),
+            ("max_positions", max_positions),
+        ):
+            if not 0 < value < 2**31:
+                raise ValueError(f"{name} must be positive, not {value}")
+        tables = rope_tables(self._shape.rope, max_positions)
+        cos, sin = (np.ascontiguousarray(table, np.float32) for table in tables)
+        dims = CacheDims(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_tokens=max_tokens,
+            max_positions=max_positions,
+            cos=cos.ctypes.data,
+            sin=sin.ctypes.data,
+        )
+        num_bytes = int(self._library.step_allocate(self._handle, ctypes.byref(dims)))
+        if num_bytes < 0:
+            raise MemoryError(f"a KV cache of {num_blocks} blocks of {block_size} tokens does not fit")
+        self._tables = dims
+        self._cache_bytes = num_bytes
+        return num_bytes
+
+    def cache_memory(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Returns keys and values where they lie, for tests: [num_layers, num_blocks, elements of a block].
+
+        Of uint16 (the bits of a bfloat16) or float32. Valid until `close`.
+        """
+        cache, shape = self._allocated, self._shape
+        rows = shape.num_layers, cache.num_blocks
+        element = ctypes.c_uint16 if self._dtype == torch.bfloat16 else ctypes.c_float
+        num_elements = self._cache_bytes // 2 // ctypes.sizeof(element)
+        views: list[NDArray[Any]] = []
+        for part in range(2):
+            address: int = self._library.step_cache_memory(self._handle, part)
+            view: NDArray[Any] = np.ctypeslib.as_array((element * num_elements).from_address(address))
+            views.append(view.reshape(*rows, -1))
+        return views[0], views[1]
+
+    def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
+        """Copies blocks (source, destination), sources read before the first write, then zeroes blocks.
+
+        Raises:
+            ValueError: a block does not exist.
+            MemoryError: no memory to hold the sources.
+        """
+        num_blocks = self._allocated.num_blocks
+        pairs = np.asarray(copies, dtype=np.int64).reshape(-1, 2)
+        blocks = np.asarray(zeroed, dtype=np.int64)
+        _check_range("copies", pairs, num_blocks)
+        _check_range("zeroed", blocks, num_blocks)
+        if self._library.step_change_blocks(
+            self._handle, pairs.ctypes.data, len(pairs), blocks.ctypes.data, len(blocks)
+        ):
+            raise MemoryError(f"no memory to copy {len(pairs)} blocks")
+
+    def forward(
+        self, token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
+    ) -> StepOutputs:
+        """Feeds the tokens of a step: writes their keys and values, returns the logits asked for.
+
+        Args:
+            token_ids: [num_tokens] int64.
+            layout: where they go.
+            logit_tokens: [num_logits] indexes into token_ids.
+
+        Raises:
+            ValueError: an array has another shape than the layout says, or an entry is out of range; nothing was
+                written then.
+        """
+        cache = self._allocated
+        inputs = _step_arrays(token_ids, layout, logit_tokens)
+        _check_step(inputs, self._shape.vocab_size, cache)
+        num_logits = len(logit_tokens)
+        outputs = StepOutputs(
+            logits=np.empty((num_logits, self._shape.vocab_size), np.float32),
+            best_ids=np.empty(num_logits, np.int64),
+            best_logits=np.empty(num_logits, np.float32),
+        )
+        batch = Batch(
+            num_rows=len(inputs["seq_lens"]),
+            num_tokens=len(token_ids),
+            table_width=inputs["block_tables"].shape[1],
+            num_logits=num_logits,
+            logits=outputs.logits.ctypes.data,
+            best_ids=outputs.best_ids.ctypes.data,
+            best_logits=outputs.best_logits.ctypes.data,
+            **{name: array.ctypes.data for name, array in inputs.items()},
+        )
+        self._library.step_forward(self._handle, ctypes.byref(batch))
+        return outputs
+
+    @property
+    def _allocated(self) -> CacheDims:
+        self._check_open()
+        if self._tables is None:
+            raise ValueError("allocate comes before the first step")
+        return self._tables
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise ValueError("the step is closed")
+
+
+def tensor_shape(shape: StepShape, kind: TensorKind) -> tuple[int, ...]:
+    """Returns the shape a weight must have."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    outputs = {"QUERY": queries, "KEY": keys, "VALUE": keys, "OUTPUT": hidden, "GATE": inner, "UP": inner}
+    inputs = {"OUTPUT": queries, "DOWN": inner}
+    name = kind.name
+    if kind in (TensorKind.EMBEDDING, TensorKind.HEAD):
+        return shape.vocab_size, hidden
+    if name in ("QUERY_NORM", "KEY_NORM"):
+        return (shape.head_dim,)
+    if name.endswith("_BIAS"):
+        return (outputs.get(name.removesuffix("_BIAS"), hidden),)
+    if name.endswith("_NORM"):
+        return (hidden,)
+    return outputs.get(name, hidden), inputs.get(name, hidden)
+
+
+def _check_shape(shape: StepShape, num_threads: int) -> None:
+    for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"):
+        if getattr(shape, name) < 1:
+            raise ValueError(f"{name} must be positive, not {getattr(shape, name)}")
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"num_heads {shape.num_heads} is no multiple of num_kv_heads {shape.num_kv_heads}")
+    if shape.head_dim < 2 or shape.head_dim % 2:
+        raise ValueError(f"head_dim must be even and positive, not {shape.head_dim}")
+    if shape.rope.head_dim != shape.head_dim:
+        raise ValueError(f"rope.head_dim {shape.rope.head_dim} is not head_dim {shape.head_dim}")
+    if not 1 <= num_threads <= MAX_THREADS:
+        raise ValueError(f"num_threads must be in 1..{MAX_THREADS}, not {num_threads}")
+
+
+def _step_arrays(
+    token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    """Returns the inputs by their names in abi.h: contiguous, of the right dtypes."""
+    return {
+        "token_ids": np.ascontiguousarray(token_ids, np.int64),
+        "positions": np.ascontiguousarray(layout.positions, np.int64),
+        "slot_mapping": np.ascontiguousarray(layout.slot_mapping, np.int64),
+        "query_start_loc": np.ascontiguousarray(layout.query_start_loc, np.int32),
+        "seq_lens": np.ascontiguousarray(layout.seq_lens, np.int32),
+        "block_tables": np.ascontiguousarray(layout.block_tables, np.int32),
+        "logit_tokens": np.ascontiguousarray(logit_tokens, np.int64),
+    }
+
+
+def _check_range(name: str, values: NDArray[Any], end: int) -> None:
+    if values.size and (values.min() < 0 or values.max() >= end):
+        wrong = values[(values < 0) | (values >= end)]
+        raise ValueError(f"{name}: {int(wrong.flat[0])} is outside 0..{end - 1}")
+
+
+def _check_step(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: CacheDims) -> None:
+    """Raises ValueError unless compiled code can run the step without reading or writing anything else."""
+    starts, lens, tables = inputs["query_start_loc"], inputs["seq_lens"], inputs["block_tables"]
+    num_tokens, num_rows = len(inputs["token_ids"]), len(lens)
+    if not 0 < num_tokens <= cache.max_tokens:
+        raise ValueError(f"token_ids: {num_tokens} tokens; a step feeds 1..{cache.max_tokens}")
+    if len(inputs["logit_tokens"]) > cache.max_tokens:
+        raise ValueError(f"logit_tokens: {len(inputs['logit_tokens'])} are more than {cache.max_tokens}")
+    for name in ("positions", "slot_mapping"):
+        if inputs[name].shape != (num_tokens,):
+            raise ValueError(f"{name} has shape {inputs[name].shape}, must be ({num_tokens},)")
+    if starts.shape != (num_rows + 1,) or tables.ndim != 2 or len(tables) != num_rows:
+        raise ValueError(
+            f"query_start_loc {starts.shape} and block_tables {tables.shape} do not fit {num_rows} seq_lens"
+        )
+    counts = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != num_tokens or counts.min() < 1:
+        raise ValueError(f"query_start_loc must rise from 0 to {num_tokens}, not {starts.tolist()}")
+    _check_range("token_ids", inputs["token_ids"], vocab_size)
+    _check_range("slot_mapping", inputs["slot_mapping"], cache.num_blocks * cache.block_size)
+    _check_range("logit_tokens", inputs["logit_tokens"], num_tokens)
+    _check_range("seq_lens", lens, cache.max_positions + 1)
+    expected = np.arange(num_tokens) + np.repeat(lens - starts[1:], counts)
+    if not np.array_equal(inputs["positions"], expected) or (lens < counts).any():
+        raise ValueError("positions must be consecutive in each row and end at seq_lens - 1")
+    needed = -(-lens // cache.block_size)
+    if needed.max() > tables.shape[1]:
+        raise ValueError(f"block_tables: {tables.shape[1]} columns, a row needs {int(needed.max())}")
+    columns = np.arange(tables.shape[1], dtype=np.int32)
+    _check_range("block_tables", tables[np.less(columns, needed[:, None])], cache.num_blocks)

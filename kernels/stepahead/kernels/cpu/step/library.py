@@ -1,0 +1,154 @@
+"""The C functions of the step library, declared for ctypes. Mirrors `csrc/abi.h`, field by field.
+
+Calls through ctypes release the interpreter lock for as long as they run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from functools import cache
+from typing import ClassVar
+
+from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
+
+ABI_VERSION = 1
+
+
+class InstructionSet(IntEnum):
+    """What a step can be computed with; larger is better."""
+
+    AVX2 = 0
+    """AVX2 and FMA: float32 arithmetic, weights in float32 or bfloat16."""
+    AVX512_BF16 = 1
+    """AVX512 with vdpbf16ps: bfloat16 products summed in float32; float32 models in float32."""
+
+
+class TensorKind(IntEnum):
+    """Weights of a model: matrices in its weight type, then (from QUERY_BIAS on) float32 vectors."""
+
+    EMBEDDING = 0
+    HEAD = 1
+    QUERY = 2
+    KEY = 3
+    VALUE = 4
+    OUTPUT = 5
+    GATE = 6
+    UP = 7
+    DOWN = 8
+    QUERY_BIAS = 9
+    KEY_BIAS = 10
+    VALUE_BIAS = 11
+    OUTPUT_BIAS = 12
+    GATE_BIAS = 13
+    UP_BIAS = 14
+    DOWN_BIAS = 15
+    ATTENTION_NORM = 16
+    MLP_NORM = 17
+    FINAL_NORM = 18
+    QUERY_NORM = 19
+    KEY_NORM = 20
+
+
+class Dims(ctypes.Structure):
+    """`Dims` of abi.h."""
+
+    _fields_: ClassVar = [
+        ("isa", ctypes.c_int32),
+        ("bf16_weights", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("hidden_size", ctypes.c_int32),
+        ("intermediate_size", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("tied_head", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("pin_threads", ctypes.c_int32),
+        ("norm_eps", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+    ]
+
+
+class CacheDims(ctypes.Structure):
+    """`CacheDims` of abi.h."""
+
+    _fields_: ClassVar = [
+        ("num_blocks", ctypes.c_int64),
+        ("block_size", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("max_positions", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+        ("cos", ctypes.c_void_p),
+        ("sin", ctypes.c_void_p),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """`Batch` of abi.h."""
+
+    _fields_: ClassVar = [
+        ("num_rows", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("num_logits", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("logit_tokens", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("best_ids", ctypes.c_void_p),
+        ("best_logits", ctypes.c_void_p),
+    ]
+
+
+_HANDLE = ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_void_p] | None, list[type]]] = {
+    "step_abi_version": (ctypes.c_int32, []),
+    "step_has_isa": (ctypes.c_int32, [ctypes.c_int32]),
+    "step_create": (_HANDLE, [ctypes.POINTER(Dims)]),
+    "step_destroy": (None, [_HANDLE]),
+    "step_set": (ctypes.c_int32, [_HANDLE, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p]),
+    "step_allocate": (ctypes.c_int64, [_HANDLE, ctypes.POINTER(CacheDims)]),
+    "step_cache_memory": (ctypes.c_void_p, [_HANDLE, ctypes.c_int32]),
+    "step_change_blocks": (
+        ctypes.c_int32,
+        [_HANDLE, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
+    ),
+    "step_forward": (None, [_HANDLE, ctypes.POINTER(Batch)]),
+}
+
+
+@cache
+def step_library() -> ctypes.CDLL:
+    """Returns the opened library, compiled first if need be.
+
+    Raises:
+        BuildUnavailable: it cannot be built or opened here.
+    """
+    path = built_library()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildUnavailable(f"{path.name} cannot be opened: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    version = int(library.step_abi_version())
+    if version != ABI_VERSION:
+        raise BuildUnavailable(f"{path.name} has interface {version}, this package declares {ABI_VERSION}")
+    return library
+
+
+def instruction_sets() -> tuple[InstructionSet, ...]:
+    """Returns what this CPU runs, best first; empty if it runs none.
+
+    Raises:
+        BuildUnavailable: the library cannot be built or opened here.
+    """
+    library = step_library()
+    return tuple(isa for isa in sorted(InstructionSet, reverse=True) if library.step_has_isa(int(isa)))

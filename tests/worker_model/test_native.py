@@ -1,0 +1,112 @@
+"""The compiled step against `transformers` in float32, and bit by bit against itself."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from stepahead.kernels.cpu.step.library import InstructionSet, instruction_sets
+from stepahead.worker.model import cpu_runner
+from stepahead.worker.model.registry import make_runner
+from tests.worker_model.conftest import VARIANTS, VOCAB_SIZE
+from tests.worker_model.driver import Driver
+
+PROMPT = np.random.default_rng(4).integers(3, VOCAB_SIZE, 19).tolist()
+SETS = [isa.name for isa in instruction_sets()]
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """Returns a function: model -> a driver of it on the compiled step, by instruction set."""
+
+    def make(model, isa=None, dtype="float32", threads=1, **options):
+        if isa is not None:
+            monkeypatch.setattr(cpu_runner, "native_instruction_set", lambda: (InstructionSet[isa], ""))
+        runner = make_runner(str(model.path), dtype=dtype, threads=threads, kernels="native")
+        return Driver(runner, **options)
+
+    return make
+
+
+def logits_of(driver):
+    return driver.runner._logits.logits
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_every_family(tiny, native, variant, isa):
+    model = tiny(variant)
+    expected = model.logits(PROMPT)
+    assert expected.std() > 0.5  # else agreement means nothing
+    for chunk in (1, 4, 19):
+        driver = native(model, isa)
+        driver.run([driver.admit(PROMPT)], 1, chunk=chunk)
+        np.testing.assert_allclose(logits_of(driver)[0], expected[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "qwen2", "qwen3"])
+def test_float32_greedy_tokens_over_64_steps(tiny, native, variant, isa):
+    model = tiny(variant)
+    driver = native(model, isa, num_blocks=200)
+    seqs = [driver.admit(PROMPT[:size]) for size in (5, 19)]
+    driver.run(seqs, 64, chunk=6)
+    for seq in seqs:
+        assert seq.outputs == model.greedy(seq.prompt, 64)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_is_about_as_near_to_float32_as_transformers_bfloat16(tiny, native, variant, isa):
+    narrow = copy.deepcopy(tiny(variant).model).bfloat16()
+    wide = copy.deepcopy(narrow).float()  # the same weights
+    prompts = np.random.default_rng(3).integers(3, VOCAB_SIZE, (12, 19))
+    with torch.inference_mode():
+        exact, theirs = (model(torch.tensor(prompts)).logits[:, -1].float().numpy() for model in (wide, narrow))
+    driver = native(tiny(variant), isa, "bfloat16", num_slots=12, num_blocks=60, max_model_len=20)
+    seqs = [driver.admit(prompt.tolist()) for prompt in prompts]
+    driver.step([(seq, 19) for seq in seqs])
+    error, their_error = (np.linalg.norm(logits - exact) for logits in (logits_of(driver), theirs))
+    scale = np.linalg.norm(exact)
+    assert 1e-6 * scale < error < min(1.25 * their_error, 0.1 * scale)
+
+
+def last_logits(driver, prompt, steps):
+    """Feeds a prompt in the given chunks; returns the bits of its last logits."""
+    seq = driver.admit(prompt)
+    for count in steps:
+        driver.step([(seq, count)])
+    return logits_of(driver)[0].view(np.uint32)
+
+
+def logits_in_a_crowd(driver, prompt, chunk):
+    """The same among prefills and decode rows, the prompt's last token as a row of its own."""
+    others = [driver.admit(np.random.default_rng(size).integers(3, VOCAB_SIZE, size)) for size in (3, 9, 31, 2, 14)]
+    seq = driver.admit(prompt)
+    while not seq.decoding:
+        rest = len(prompt) - seq.num_fed
+        count = 1 if rest <= 3 else min(chunk, rest - 3)
+        crowd = [(row, 1 if row.decoding else min(5, len(row.prompt) - row.num_fed)) for row in others]
+        driver.step([*crowd[:3], (seq, count), *crowd[3:]])
+    return logits_of(driver)[-1 - len(crowd[3:])].view(np.uint32)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["llama-gqa-tied", "llama-mqa-head-dim", "qwen2", "qwen3"])
+def test_h7_the_same_bits_however_tokens_are_batched(tiny, native, variant, dtype, isa):
+    model = tiny(variant)
+    prompt = np.random.default_rng(8).integers(3, VOCAB_SIZE, 101).tolist()
+    sizes = {"num_blocks": 400, "block_size": 16}
+    expected = last_logits(native(model, isa, dtype, **sizes), prompt, [101])
+    for seed, steps in enumerate([[1] * 101, [50, 51], [7, 30, 1, 63], [13] * 7 + [10], [100, 1]]):
+        driver = native(model, isa, dtype, seed=seed + 1, **sizes)
+        np.testing.assert_array_equal(last_logits(driver, prompt, steps), expected, str(steps))
+    for chunk in (1, 17, 40):
+        driver = native(model, isa, dtype, seed=chunk, **sizes)
+        np.testing.assert_array_equal(logits_in_a_crowd(driver, prompt, chunk), expected, str(chunk))
+    # Nor does it matter how many threads share the work, or how long a block is.
+    for options in ({"threads": 2}, {"threads": 3}, {"num_blocks": 400, "block_size": 32}):
+        driver = native(model, isa, dtype, **{**sizes, **options})
+        np.testing.assert_array_equal(last_logits(driver, prompt, [60, 41]), expected, str(options))

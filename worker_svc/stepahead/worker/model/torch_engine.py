@@ -1,0 +1,58 @@
+"""`TorchEngine`: the decoder in plain torch. The reference, and what runs where nothing can be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stepahead.kernels.cpu.ops import CpuOps
+from stepahead.kernels.ops import StepLayout
+from stepahead.worker.model.config import ModelConfig
+from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
+from stepahead.worker.model.step_engine import StepLogits
+from stepahead.worker.model.weights import WeightSource
+from stepahead.worker.runner import CacheShape
+
+
+class TorchEngine:
+    """Implements `StepEngine`. Sets torch's thread count for this process."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        num_threads: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Loads the weights; see `WeightLoader.load` for errors."""
+        torch.set_num_threads(num_threads)
+        with torch.inference_mode():
+            self.ops = CpuOps(attention_shape(config), dtype)
+            loader = WeightLoader(config, source, self.ops, progress)
+            self._decoder = Decoder(config, loader.load(), self.ops)
+        self.weight_bytes = loader.weight_bytes
+        self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+    def allocate(self, shape: CacheShape) -> None:
+        """See `StepEngine.allocate`."""
+        with torch.inference_mode():
+            self.ops.allocate_cache(shape.num_blocks, shape.block_size, shape.max_model_len)
+
+    def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
+        """See `StepEngine.change_blocks`."""
+        with torch.inference_mode():
+            self.ops.change_blocks(copies, zeroed)
+
+    def forward(
+        self, token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
+    ) -> StepLogits:
+        """See `StepEngine.forward`."""
+        with torch.inference_mode():
+            logits: NDArray[np.float32] = self._decoder.forward(token_ids, layout, logit_tokens).numpy()
+        return StepLogits(logits)
