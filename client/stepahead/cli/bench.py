@@ -11,7 +11,10 @@ from stepahead.cli.options import CONTEXT_SETTINGS
 class BenchGroup(LazyGroup):
     """The measurements."""
 
-    table: ClassVar = {"overlap": "stepahead.cli.bench_overlap:overlap"}
+    table: ClassVar = {
+        "overlap": "stepahead.cli.bench_overlap:overlap",
+        "scheduler": "stepahead.cli.bench_scheduler:scheduler",
+    }
 
 
 @click.group(cls=BenchGroup, context_settings=CONTEXT_SETTINGS)

@@ -1,0 +1,28 @@
+"""`stepahead bench scheduler` is the same command, started by the command line that may not import it."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from stepahead.cli import bench_scheduler
+from stepahead.cli.main import main
+
+
+def test_arguments_are_passed_through(monkeypatch: pytest.MonkeyPatch):
+    executed: list[list[str]] = []
+    monkeypatch.setattr(bench_scheduler.os, "execv", lambda path, argv: executed.append(argv))
+    result = CliRunner().invoke(main, ["bench", "scheduler", "--rows", "8,64", "--json", "--help"])
+    assert result.exit_code == 0, result.output
+    assert executed == [
+        [sys.executable, "-m", "stepahead.scheduler.bench", "scheduler", "--rows", "8,64", "--json", "--help"]
+    ]
+
+
+def test_the_module_runs():
+    done = subprocess.run(
+        [sys.executable, "-m", "stepahead.scheduler.bench", "scheduler", "--help"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "--vs-vllm" in done.stdout
