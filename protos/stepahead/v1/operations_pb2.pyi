@@ -99,7 +99,7 @@ class GetStatusResponse(_message.Message):
     """Nanoseconds since start."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
-        """One per configured worker."""
+        """One per worker address, configured or found by a name."""
 
     @_builtins.property
     def totals(self) -> Global___Totals:

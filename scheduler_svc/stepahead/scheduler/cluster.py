@@ -12,11 +12,13 @@ import structlog
 from stepahead.scheduler.core import LaneConfig, LaneId
 from stepahead.scheduler.engine import Engine
 from stepahead.scheduler.errors import Unavailable
+from stepahead.scheduler.link_owner import WorkerRefused
 from stepahead.scheduler.served_model import ServedModel
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.text.bundle import load_bundle
 from stepahead.scheduler.text.errors import TextError
-from stepahead.scheduler.worker_link import WorkerLink, WorkerRefused
+from stepahead.scheduler.worker_link import WorkerLink
+from stepahead.scheduler.worker_names import WorkerName, parse_worker, resolve
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("cluster")
@@ -35,33 +37,85 @@ class Cluster:
         self._engine = engine
         self._epoch = 0
         self._adopting = asyncio.Lock()
-        self._tasks: list[asyncio.Task[None]] = []
-        self.links = [
-            WorkerLink(LaneId(index), address, self, settings, self.instance_id)
-            for index, address in enumerate(settings.workers)
-        ]
+        self._settings = settings
+        self._next_lane = 0
+        self._tasks: dict[WorkerLink, asyncio.Task[None]] = {}
+        self._followers: list[asyncio.Task[None]] = []
+        # Addresses by where they come from: a name, or "" for those that were configured.
+        self._wanted: dict[str, frozenset[str]] = {}
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """One per worker address, in the order in which they became known."""
+        return list(self._tasks)
 
     def start(self) -> None:
-        """Starts one task per worker."""
-        self._tasks = [asyncio.create_task(link.run(), name=f"worker link {link.address}") for link in self.links]
-        for task in self._tasks:
-            task.add_done_callback(self._link_ended)
+        """Starts one task per worker, and one per name that stands for workers."""
+        workers = [parse_worker(worker) for worker in self._settings.workers]
+        # Not by `_want` alone: these keep their configured order.
+        for worker in workers:
+            if isinstance(worker, str):
+                self._dial(worker)
+        self._want("", frozenset(worker for worker in workers if isinstance(worker, str)))
+        for worker in workers:
+            if isinstance(worker, WorkerName):
+                follower = asyncio.create_task(self._follow(worker), name=f"worker name {worker}")
+                follower.add_done_callback(_end_if_died)
+                self._followers.append(follower)
 
-    def _link_ended(self, task: asyncio.Task[None]) -> None:
-        """A link task that dies is a bug: the process must end, not go on with a silent lane (rule O5)."""
-        if not task.cancelled() and task.exception() is not None:
-            log.critical("link died", task=task.get_name(), exc_info=task.exception())
-            asyncio.get_running_loop().call_soon(_raise_system_exit)
+    async def _follow(self, name: WorkerName) -> None:
+        """Resolves a name for ever. A name without an answer says nothing about the workers that are known."""
+        resolved = True
+        while True:
+            try:
+                addresses = await resolve(name)
+            except OSError as error:
+                if resolved:
+                    log.warning("worker name not resolved", name=str(name), error=str(error))
+                resolved = False
+            else:
+                resolved = True
+                self._want(str(name), addresses)
+            await asyncio.sleep(self._settings.resolve_interval_s)
+
+    def _want(self, source: str, addresses: frozenset[str]) -> None:
+        """Dials addresses that are new; lets links go, once their session has ended, that nobody names any more."""
+        self._wanted[source] = addresses
+        wanted = frozenset[str]().union(*self._wanted.values())
+        for link in self._tasks:
+            gone = link.address not in wanted
+            if link.is_retired != gone:
+                log.info("worker gone" if gone else "worker is back", worker=link.address)
+                link.retire(retired=gone)
+        for address in sorted(wanted.difference(link.address for link in self._tasks)):
+            self._dial(address)
+
+    def _dial(self, address: str) -> None:
+        link = WorkerLink(LaneId(self._next_lane), address, self, self._settings, self.instance_id)
+        self._next_lane += 1
+        task = asyncio.create_task(link.run(), name=f"worker link {address}")
+        self._tasks[link] = task
+        task.add_done_callback(lambda _: self._link_ended(link))
+
+    def _link_ended(self, link: WorkerLink) -> None:
+        _end_if_died(self._tasks.pop(link))
+        # Its address may have come back at the last moment.
+        if any(link.address in addresses for addresses in self._wanted.values()):
+            self._dial(link.address)
 
     async def stop(self, timeout_s: float = 3.0) -> None:
         """Closes every session in an orderly way, then cancels what is left."""
-        for link in self.links:
+        self._wanted.clear()
+        for follower in self._followers:
+            follower.cancel()
+        for link in self._tasks:
             link.close()
-        if self._tasks:
-            _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
+        tasks = [*self._tasks.values(), *self._followers]
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=timeout_s)
             for task in pending:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def is_ready(self) -> bool:
@@ -140,6 +194,13 @@ async def _fetch_bundle(
     if hashlib.sha256(data).hexdigest() != sha256:
         raise WorkerRefused("its tokenizer bundle does not match its digest")
     return bytes(data), sha256
+
+
+def _end_if_died(task: asyncio.Task[None]) -> None:
+    """A link task that dies is a bug: the process must end, not go on with a silent lane (rule O5)."""
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("link died", task=task.get_name(), exc_info=task.exception())
+        asyncio.get_running_loop().call_soon(_raise_system_exit)
 
 
 def _raise_system_exit() -> None:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from stepahead.scheduler.worker_link import WorkerLink
 
 
+class WorkerRefused(Exception):
+    """The worker cannot join; it is asked again later."""
+
+
 class LinkOwner(Protocol):
     """What the link tells, in order, on the event loop."""
 

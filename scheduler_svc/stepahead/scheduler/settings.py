@@ -10,6 +10,7 @@ from typing import TypeVar
 import click
 
 from stepahead.scheduler.core import Batching
+from stepahead.scheduler.worker_names import parse_worker
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -21,7 +22,7 @@ class Settings:
     listen: str
     """host:port of the public services; port 0 picks one."""
     workers: tuple[str, ...]
-    """host:port of each worker."""
+    """host:port of each worker, or dns://host:port of all workers behind a name."""
     overlap_depth: int
     settle_prompts_in_place: bool = False
     batching: Batching = Batching.CONTINUOUS
@@ -40,6 +41,8 @@ class Settings:
     """Keep the plan and the boundary of each of the newest steps for GetTimeline. They hold prompts."""
     log_format: str = "console"
     announce_fd: int | None = None
+    resolve_interval_s: float = 5.0
+    """How often a worker's name is resolved again."""
     reflection: bool | None = None
     """None: on loopback listeners only."""
 
@@ -69,7 +72,14 @@ def options(function: FunctionT) -> FunctionT:
     for decorator in reversed(
         [
             _option("--listen", default="127.0.0.1:50051", help="Address of the public services."),
-            _option("--worker", "workers", multiple=True, required=True, help="Address of a worker; repeatable."),
+            _option(
+                "--worker",
+                "workers",
+                multiple=True,
+                required=True,
+                help="HOST:PORT of a worker, or dns://HOST:PORT of all workers behind a name; repeatable.",
+            ),
+            _option("--resolve-interval", type=click.FloatRange(0.05), default=5.0, help="Seconds, for names."),
             _option("--overlap", default="on", help="on, off, or the overlap depth D."),
             _option(
                 "--settle-prompts",
@@ -115,6 +125,11 @@ def from_options(values: dict[str, object]) -> Settings:
     workers = tuple(str(worker) for worker in values["workers"])  # type: ignore[attr-defined]
     if len(set(workers)) != len(workers):
         raise click.BadParameter("a worker is named twice", param_hint="--worker")
+    for worker in workers:
+        try:
+            parse_worker(worker)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--worker") from error
     return Settings(
         listen=str(values["listen"]),
         workers=workers,
@@ -129,6 +144,7 @@ def from_options(values: dict[str, object]) -> Settings:
         max_step_s=_float(values["max_step"]),
         keepalive_s=_float(values["keepalive"]),
         record_steps=bool(values["record_steps"]),
+        resolve_interval_s=_float(values["resolve_interval"]),
         log_format=str(values["log_format"]),
         announce_fd=announce_fd if isinstance(announce_fd, int) else None,
         reflection=None if values["reflection"] is None else bool(values["reflection"]),

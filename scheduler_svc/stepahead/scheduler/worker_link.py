@@ -24,7 +24,7 @@ import structlog
 from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneId, StepMismatch
 from stepahead.scheduler.flushes import Flushes
-from stepahead.scheduler.link_owner import LinkOwner
+from stepahead.scheduler.link_owner import LinkOwner, WorkerRefused
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepRecord, StepStats
 from stepahead.scheduler.worker_stream import (
@@ -56,10 +56,6 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-class WorkerRefused(Exception):
-    """The worker cannot join; it is asked again later."""
-
-
 class WorkerLink:
     """See the module docstring."""
 
@@ -74,6 +70,8 @@ class WorkerLink:
         self.stats = StepStats()
         self.last_step_id = 0
         self.last_completed_step_id = 0
+        self.is_retired = False
+        """No new session is opened; the one that stands goes on until it ends."""
         self._owner = owner
         self._settings = settings
         self._instance_id = instance_id
@@ -143,6 +141,14 @@ class WorkerLink:
             self._enqueue(message)
         await flushed
 
+    def retire(self, *, retired: bool) -> None:
+        """The worker's name does not stand for this address any more, or does again."""
+        self.is_retired = retired
+        if not retired and not self._closing:
+            self._closed.clear()
+        elif not self._session_id:
+            self._closed.set()
+
     def close(self) -> None:
         """Ends the session in an orderly way; `run` returns soon after."""
         self._closing = True
@@ -156,9 +162,9 @@ class WorkerLink:
     # -------------------------------------------------------------------------------------------- life
 
     async def run(self) -> None:
-        """Keeps a session with the worker until `close` is called."""
+        """Keeps a session with the worker until `close` is called, or `retire` and no session stands."""
         backoff_s = FIRST_BACKOFF_S
-        while not self._closing:
+        while not self._closing and not self.is_retired:
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
                     await self._session(worker_pb2_grpc.WorkerServiceStub(channel))
@@ -197,7 +203,7 @@ class WorkerLink:
         try:
             await self._stream(stub, epoch, generation, OPEN_TIMEOUT_S)
             give_up_at = time.monotonic() + 0.8 * self._resume_grace_s
-            while not self._closing and (left_s := give_up_at - time.monotonic()) > 0:
+            while not (self._closing or self.is_retired) and (left_s := give_up_at - time.monotonic()) > 0:
                 generation += 1
                 if await self._try_resume(stub, epoch, generation, min(OPEN_TIMEOUT_S, left_s)):
                     give_up_at = time.monotonic() + 0.8 * self._resume_grace_s
