@@ -40,7 +40,6 @@ def test_a_load_stays_what_it_is(scenario: str, on_wire: bool):
     assert len(samples.wall_ns) == len(samples.cpu_ns) == 40
     scheduler = subject._scheduler
     check_invariants(scheduler)
-    assert [lane.num_running for lane in scheduler.lanes.values()] == [workload.num_rows]
     assert len(scheduler.sequences) == workload.num_rows + workload.backlog
     assert scheduler.totals.preemptions == 0
     if scenario != "prefill":
