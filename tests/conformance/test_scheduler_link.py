@@ -337,7 +337,7 @@ async def test_a_worker_with_impossible_limits_is_refused() -> None:
         assert status.state == operations_pb2.SCHEDULER_STATE_NOT_READY
         assert worker.streams.empty()
         assert stack.server.cluster.model is None, "a refused worker does not decide what is served"
-        assert not any(task.done() for task in stack.server.cluster._tasks)
+        assert not any(task.done() for task in stack.server.cluster._tasks.values())
 
 
 async def test_a_request_that_can_never_fit_is_refused() -> None:
