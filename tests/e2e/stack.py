@@ -170,7 +170,7 @@ class Stack:
         async def is_quiescent() -> bool:
             status = await self.status()
             return status.num_waiting == status.num_running == 0 and all(
-                counts.free == counts.total > 0
+                counts.free + getattr(counts, "cached_idle", 0) == counts.total > 0
                 for worker in status.workers
                 for counts in (worker.slots, worker.blocks)
             )

@@ -103,7 +103,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"allowed_token_ids": [1]}}, ["sampling.allowed_token_ids"]),
     ({"scheduling": {"priority": -1}}, ["scheduling.priority"]),
     ({"scheduling": {"reattach_window_ms": 1}}, ["scheduling.reattach_window_ms"]),
-    ({"scheduling": {"cache_salt": "x"}}, ["scheduling.cache_salt"]),
+    ({"scheduling": {"cache_salt": "x" * 257}}, ["scheduling.cache_salt"]),
     # All faults of a stage together, in the order of the stage.
     (
         {"request_id": " ", "sampling": {"top_p": 0.0, "top_k": -5}, "stopping": {"max_tokens": 0}},

@@ -134,7 +134,13 @@ class FakeWorker:
                     require(
                         row.slot != admission.slot, "E3", f"slot {row.slot} is still named by step {step.step_id}"
                     )
-            self._check_blocks(list(admission.block_ids), None)
+            size = self.limits.block_size
+            require(admission.num_settled_tokens % size == 0, "H5", "a cached prefix ends inside a block")
+            require(admission.num_settled_tokens < len(admission.token_ids), "H5", "nothing is left to compute")
+            num_cached = admission.num_settled_tokens // size
+            self._check_shared(list(admission.block_ids[:num_cached]))
+            self._check_blocks(list(admission.block_ids[num_cached:]), None)
+            self.counters["cached_blocks"] += num_cached
             self.slots[admission.slot] = Slot(
                 incarnation=admission.incarnation,
                 token_ids=list(admission.token_ids),
@@ -160,6 +166,15 @@ class FakeWorker:
                 for row in step.rows:
                     if row.slot != own_slot:
                         require(block not in row.block_ids, "E1", f"block {block} is named by step {step.step_id}")
+
+    def _check_shared(self, blocks: list[int]) -> None:
+        """A cached block is written no more: not by a row in flight, whoever's it is (rules H2, H5)."""
+        for step in self.steps:
+            for row in step.rows:
+                first = row.start // self.limits.block_size
+                last = (row.start + row.count - 1) // self.limits.block_size
+                written = set() if row.done else set(row.block_ids[first : last + 1])
+                require(written.isdisjoint(blocks), "H2", f"a shared block is written by step {step.step_id}")
 
     def _rows(self, plan: worker_pb2.StepPlan) -> list[Row]:
         explicit = list(zip(plan.row_slots, plan.row_starts, plan.row_counts, plan.row_samples, strict=True))
@@ -210,6 +225,9 @@ class FakeWorker:
                 self.counters["holes"] += 1
                 break
             tag = tag_of(context, token, position)
+            block = places[position][0]
+            sharers = sum(block in other.block_ids for other in self.slots.values() if other is not slot)
+            require(sharers == 0 or slot not in self.slots.values(), "H5", f"block {block} is written and shared")
             self.memory[places[position]] = tag
             context = mix(context, tag)
         else:

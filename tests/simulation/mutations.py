@@ -10,19 +10,20 @@ the books consistent where it can, so that not the bookkeeping but the rule itse
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import pytest
 
-from stepahead.scheduler.core import committing, planning
+from stepahead.scheduler.core import committing, placement, planning
 from stepahead.scheduler.core import scheduler as scheduler_module
-from stepahead.scheduler.core.block_pool import FencedPool
+from stepahead.scheduler.core.block_pool import BlockPool, FencedPool
 from stepahead.scheduler.core.config import LaneConfig, SchedulerConfig
 from stepahead.scheduler.core.events import CommitOutcome, Finished, Preempted
-from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, SlotId
+from stepahead.scheduler.core.ids import BlockKey, Incarnation, LaneId, RequestKey, SlotId
 from stepahead.scheduler.core.lane import Lane, StepInFlight
 from stepahead.scheduler.core.plan import Admission, RowFault, StepResult
+from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Sequence, Stay
@@ -177,11 +178,56 @@ class _OptimisticPool(FencedPool[SlotId]):
 def _retiring_slots_count_as_free(patch: pytest.MonkeyPatch) -> None:
     build = Lane.__init__
 
-    def mutant(lane: Lane, lane_id: LaneId, config: LaneConfig, epoch: int) -> None:
-        build(lane, lane_id, config, epoch)
+    def mutant(lane: Lane, lane_id: LaneId, config: LaneConfig, epoch: int, **fields: str | None) -> None:
+        build(lane, lane_id, config, epoch, **fields)
         lane.slots = _OptimisticPool(SlotId(i) for i in range(config.num_slots))
 
     patch.setattr(Lane, "__init__", mutant)
+
+
+# ------------------------------------------------------------------------------------------------ prefix cache
+
+
+def _publish_unsettled_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Keys blocks by what is dispatched, not by what is settled (H1, H2)."""
+    publish = Lane.publish_settled
+    announce = Lane.announce_prefill
+
+    def mutant(lane: Lane, stay: Stay, keys: Iterable[BlockKey]) -> None:
+        announce(lane, stay, keys)
+        settled, stay._settled = stay._settled, len(stay.sequence.history) - 1
+        publish(lane, stay)
+        stay._settled = settled
+
+    patch.setattr(Lane, "announce_prefill", mutant)
+
+
+def _keys_without_their_past(patch: pytest.MonkeyPatch) -> None:
+    """A block's key covers its own tokens only (H4, H6)."""
+
+    def mutant(chain: KeyChain, num_blocks: int) -> list[BlockKey]:
+        size = chain._block_size
+        blocks = [chain._history[index * size : (index + 1) * size] for index in range(num_blocks)]
+        return [BlockKey(repr(tokens).encode()) for tokens in blocks]
+
+    patch.setattr(KeyChain, "first", mutant)
+
+
+def _hit_the_whole_history(patch: pytest.MonkeyPatch) -> None:
+    """Leaves nothing to compute when everything is cached (H5)."""
+
+    def mutant(sequence: Sequence, lane: Lane) -> object:
+        if lane.cache_model is None:
+            return ()
+        size = lane.config.block_size
+        return sequence.block_keys(len(sequence.history) // size, size, lane.cache_model)
+
+    patch.setattr(placement, "_keys", mutant)
+
+
+def _evict_without_forgetting(patch: pytest.MonkeyPatch) -> None:
+    """A block is given out again and still answers to its old key."""
+    patch.setattr(BlockPool, "forget", lambda pool, block_id: None)
 
 
 # ------------------------------------------------------------------------------------------------ preemption
@@ -477,8 +523,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         test_failures.test_a_failure_is_not_handed_on_for_ever,
     ),
     Mutation("E9: retiring slots count as free", _retiring_slots_count_as_free, _rules("AssertionError")),
+    Mutation("H2: unsettled blocks are published", _publish_unsettled_blocks, _rules("H1", "H2", "H5", "D4")),
+    Mutation("H4: keys forget what came before", _keys_without_their_past, _rules("D4", "H5", "E4")),
+    Mutation("H5: a full hit leaves nothing to feed", _hit_the_whole_history, _rules("H5", "A2")),
+    Mutation("H6: an evicted block keeps its key", _evict_without_forgetting, _rules("D4", "H2", "H5", "E4", "E1")),
     Mutation("C5/G3: resume from the prompt only", _resume_from_the_prompt, _rules("D4", "A5")),
-    Mutation("G4: resume before the token in flight", _resume_before_the_token_in_flight, _rules("A2", "D4")),
+    Mutation(
+        "G4: resume before the token in flight",
+        _resume_before_the_token_in_flight,
+        _rules("A2", "D4", "AssertionError"),
+    ),
     Mutation(
         "G1: tokens in flight at a preemption are dropped",
         lambda patch: _drop_frames(patch, only_the_oldest=False),
@@ -488,7 +542,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "G2: one frame is dropped, the next delivered",
         lambda patch: _drop_frames(patch, only_the_oldest=True),
-        _rules("D4"),
+        _rules("test_two_frames_in_flight_at_a_preemption_are_both_delivered"),
+        test_preemption.test_two_frames_in_flight_at_a_preemption_are_both_delivered,
     ),
     Mutation("G5: the victim stays in the plan", _leave_the_victim_in_the_plan, _rules("B7")),
     Mutation("G6: the preempted lose their order", _lose_the_order_of_the_preempted, _rules("G6")),
@@ -525,7 +580,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("A4: a position is fed twice", _feed_a_position_twice, _rules("A4")),
     Mutation("B3: the window is one step too wide", _window_one_too_wide, _rules("B3")),
     Mutation("B5: results of any epoch are accepted", _accept_results_of_any_epoch, _rules("B5", "StepMismatch")),
-    Mutation("A2: U is not rolled back", _keep_placeholders_of_failed_steps, _rules("A2", "A6")),
+    Mutation("A2: U is not rolled back", _keep_placeholders_of_failed_steps, _rules("A2", "A5", "A6")),
     Mutation("A4: fed again among holes", _feed_again_before_the_holes_are_back, _rules("A1", "A2", "A4", "D4")),
     Mutation(
         "J10: a row fault is retried",

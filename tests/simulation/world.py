@@ -76,6 +76,8 @@ class World:
             overlap_depth=self.depth,
             settle_prompts_in_place=rng.random() < 0.2,
             batching=rng.choice([Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.FIXED]),
+            prefix_caching=rng.random() < 0.8,
+            max_held_steps=rng.choice([0, 2, 8]),
             skip_ahead_window=rng.choice([0, 1, 4]),
             max_times_passed=rng.choice([0, 2, 8]),
         )
@@ -191,7 +193,7 @@ class World:
         self.next_key += 1
         max_tokens = rng.choice([1, 2, 3, 8, 20, 60])
         request = SimRequest(
-            prompt=tuple(rng.randrange(self.vocab) for _ in range(rng.choice([1, 2, 3, 5, 9, 14]))),
+            prompt=self._prompt(),
             max_tokens=max_tokens,
             min_tokens=rng.choice([0, 0, 1, min(3, max_tokens)]) if max_tokens > 1 else 0,
             stop_ids=frozenset(rng.sample(range(self.vocab), rng.choice([0, 1, 2]))),
@@ -212,6 +214,7 @@ class World:
                         seed=request.seed,
                         suppressed_token_ids=tuple(sorted(request.stop_ids)) if self.suppressing else (),
                     ),
+                    cache_salt=rng.choice(["", "", "other tenant"]),
                     deadline_ns=deadline,
                     queue_deadline_ns=queue_deadline,
                 )
@@ -225,6 +228,18 @@ class World:
             self.counters["refused_without_lane"] += 1
             return
         self.clients[key] = Client(request)
+
+    def _prompt(self) -> tuple[int, ...]:
+        """Often the beginning of an earlier prompt or answer goes on, as in conversations."""
+        rng = self.rng
+        fresh = [rng.randrange(self.vocab) for _ in range(rng.choice([1, 2, 3, 5, 9, 14]))]
+        earlier = [client for client in self.clients.values() if client.tokens]
+        if not earlier or rng.random() < 0.4:
+            return tuple(fresh)
+        client = rng.choice(earlier)
+        history = [*client.request.prompt, *client.tokens]
+        kept = history[: rng.randint(1, len(history))]
+        return tuple((kept + fresh[: rng.randint(0, 3)])[: self.max_model_len - 1])
 
     def _plan(self, lane_id: LaneId) -> bool:
         outcome = self.scheduler.plan(lane_id)

@@ -660,7 +660,7 @@ class SchedulingParams(_message.Message):
     reattach_window_ms: _builtins.int
     """Milliseconds the request outlives its stream, 0 to 600000. Unset: 0. Only 0 is served yet."""
     cache_salt: _builtins.str
-    """Separates prefix caches. Not served yet: refused unless empty."""
+    """Requests with different salts never share cached prefixes; 0 to 256 bytes."""
     def __init__(
         self,
         *,

@@ -67,6 +67,7 @@ class Engine:
                 overlap_depth=settings.overlap_depth,
                 settle_prompts_in_place=settings.settle_prompts_in_place,
                 batching=settings.batching,
+                prefix_caching=settings.prefix_caching,
             )
         )
         self.budget = MessageBudget(loop, settings.messages_per_second)
@@ -268,6 +269,7 @@ class Engine:
             live = self.requests[entry.key]
             if entry.first_time:
                 live.times.admitted_ns = now_ns()
+                live.num_cached_tokens = entry.num_cached_tokens
                 for subscription in live.subscriptions:
                     if subscription.dirty is not None:
                         subscription.dirty[subscription] = None
@@ -361,6 +363,7 @@ def _core_request(live: LiveRequest) -> Request:
         min_tokens=accepted.min_tokens,
         stop_token_ids=accepted.stop_token_ids,
         sampling=accepted.sampling,
+        cache_salt=accepted.cache_salt,
         deadline_ns=deadline(accepted.timeout_ms),
         queue_deadline_ns=deadline(accepted.queue_timeout_ms),
     )

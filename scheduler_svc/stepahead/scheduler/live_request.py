@@ -52,6 +52,8 @@ class LiveRequest:
     log: OutputLog
     times: RequestTimes
     preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at the first admission (rule H9)."""
     has_spoken: bool = False
     """Whether the first token was made."""
     finished: Finished | None = None
@@ -75,6 +77,7 @@ class LiveRequest:
                 request_id=accepted.request_id,
                 model=self.model_name,
                 prompt_tokens=len(accepted.prompt_token_ids),
+                cached_prompt_tokens=self.num_cached_tokens,
                 queue_ns=self.times.admitted_ns - self.times.accepted_ns,
                 applied_sampling=accepted.applied_sampling,
                 applied_stopping=accepted.applied_stopping,
@@ -95,7 +98,9 @@ class LiveRequest:
         events = [generation_pb2.GenerationEvent(choice_finished=ended)]
         if self.error is None:
             usage = generation_pb2.Usage(
-                prompt_tokens=len(self.accepted.prompt_token_ids), output_tokens=finished.num_output_tokens
+                prompt_tokens=len(self.accepted.prompt_token_ids),
+                cached_prompt_tokens=self.num_cached_tokens,
+                output_tokens=finished.num_output_tokens,
             )
             final = generation_pb2.GenerationFinished(usage=usage, timings=self.times.to_proto(self.preemptions))
             events.append(generation_pb2.GenerationEvent(finished=final))

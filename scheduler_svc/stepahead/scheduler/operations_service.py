@@ -98,6 +98,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
                 total=blocks.num_total,
                 free=blocks.num_free,
                 owned=blocks.num_owned,
+                cached_idle=blocks.num_idle,
                 quarantined=blocks.num_quarantined,
             )
         )

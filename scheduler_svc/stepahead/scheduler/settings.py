@@ -26,6 +26,7 @@ class Settings:
     overlap_depth: int
     settle_prompts_in_place: bool = False
     batching: Batching = Batching.CONTINUOUS
+    prefix_caching: bool = True
     max_waiting_requests: int = 4096
     default_max_tokens: int = 1024
     messages_per_second: int = 4000
@@ -93,6 +94,9 @@ def options(function: FunctionT) -> FunctionT:
                 default=Batching.CONTINUOUS.value,
                 help="When newcomers are admitted; fixed is for comparison.",
             ),
+            _option(
+                "--prefix-caching/--no-prefix-caching", default=True, help="Share KV blocks of equal prefixes."
+            ),
             _option("--max-waiting-requests", type=click.IntRange(1), default=4096, help="Queue bound."),
             _option("--default-max-tokens", type=click.IntRange(1), default=1024, help="If a request has none."),
             _option("--messages-per-second", type=click.IntRange(100), default=4000, help="Stream budget."),
@@ -136,6 +140,7 @@ def from_options(values: dict[str, object]) -> Settings:
         overlap_depth=parse_overlap(str(values["overlap"])),
         settle_prompts_in_place=values["settle_prompts"] == "in-place",
         batching=Batching(str(values["batching"])),
+        prefix_caching=bool(values["prefix_caching"]),
         max_waiting_requests=_int(values["max_waiting_requests"]),
         default_max_tokens=_int(values["default_max_tokens"]),
         messages_per_second=_int(values["messages_per_second"]),

@@ -29,6 +29,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (rule J9)."""
 MAX_CHAT_MESSAGES = 4096
 """Millions of empty messages fit a request, and looking at each would hold the loop that plans steps."""
+MAX_CACHE_SALT_BYTES = 256
 THREADED_ABOVE_BYTES = 8 * 1024
 """Longer prompts are tokenized in a thread: the loop also plans steps."""
 
@@ -50,6 +51,7 @@ class AcceptedRequest:
     want_token_ids: bool
     skip_special_tokens: bool
     final_only: bool
+    cache_salt: str
     timeout_ms: int | None
     queue_timeout_ms: int | None
     applied_sampling: generation_pb2.SamplingParams
@@ -126,6 +128,7 @@ def _accepted(
         want_token_ids=not output.HasField("token_ids") or output.token_ids,
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
         final_only=output.delivery == generation_pb2.OutputParams.DELIVERY_FINAL_ONLY,
+        cache_salt=request.scheduling.cache_salt,
         timeout_ms=request.scheduling.timeout_ms or None,
         queue_timeout_ms=request.scheduling.queue_timeout_ms or None,
         applied_sampling=generation_pb2.SamplingParams(
@@ -181,7 +184,6 @@ def _check_unsupported(request: generation_pb2.GenerateRequest, violations: _Vio
         (bool(sampling.allowed_token_ids), "sampling.allowed_token_ids"),
         (scheduling.priority != 0, "scheduling.priority"),
         (scheduling.reattach_window_ms != 0, "scheduling.reattach_window_ms"),
-        (bool(scheduling.cache_salt), "scheduling.cache_salt"),
     ]
     for is_set, field in unsupported:
         violations.check(not is_set, field, "is not served yet")
@@ -235,6 +237,12 @@ def _check_output(output: generation_pb2.OutputParams, model: ServedModel, viola
 
 
 def _check_scheduling(scheduling: generation_pb2.SchedulingParams, violations: _Violations) -> None:
+    size = len(scheduling.cache_salt.encode())
+    violations.check(
+        size <= MAX_CACHE_SALT_BYTES,
+        "scheduling.cache_salt",
+        f"{size} bytes are more than {MAX_CACHE_SALT_BYTES}",
+    )
     for name in ("timeout_ms", "queue_timeout_ms"):
         if scheduling.HasField(name):
             violations.check(getattr(scheduling, name) >= 1, f"scheduling.{name}", "must be at least 1")

@@ -57,8 +57,10 @@ def make_lane_config(**sizes: int) -> LaneConfig:
 def make_scheduler(
     *, overlap_depth: int = 1, num_lanes: int = 1, policy: dict[str, Any] | None = None, **sizes: int
 ) -> Scheduler:
-    """A scheduler with lanes 0, 1, ... of equal size, epoch 1 each."""
-    scheduler = Scheduler(SchedulerConfig(overlap_depth=overlap_depth, **(policy or {})))
+    """A scheduler with lanes 0, 1, ... of equal size, epoch 1 each; without a prefix cache unless asked for."""
+    scheduler = Scheduler(
+        SchedulerConfig(overlap_depth=overlap_depth, **({"prefix_caching": False} | (policy or {})))
+    )
     for index in range(num_lanes):
         scheduler.open_lane(LaneId(index), make_lane_config(**sizes), epoch=1)
     return scheduler

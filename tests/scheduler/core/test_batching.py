@@ -10,7 +10,9 @@ from tests.scheduler.core.builders import LANE, Driver
 NAMES = {1: "A", 2: "B", 3: "C"}
 
 
-def rounds(policy: Batching, lengths: dict[int, int], *, late: int | None = None) -> tuple[list[str], dict[str, int]]:
+def rounds(
+    policy: Batching, lengths: dict[int, int], *, late: int | None = None
+) -> tuple[list[str], dict[str, int]]:
     """Plays all requests to their end; returns who ran in each round and when each ended.
 
     Args:

@@ -155,6 +155,8 @@ def _commit_explicit_rows(
         if not samples:
             stay.num_settled += count
             outcome.num_overrun_rows += not live
+            if not stay.retired:
+                lane.publish_settled(stay)
             continue
         if counts is not None and not counts[index]:
             _commit_empty_row(lane, stay, count, result, outcome, finish)
@@ -165,6 +167,8 @@ def _commit_explicit_rows(
         if not live:
             outcome.num_overrun_rows += 1
             continue
+        if not stay.retired:
+            lane.publish_settled(stay)
         sequence.history.append(token)
         outcome.keys.append(sequence.request.key)
         outcome.token_ids.append(token)
@@ -187,6 +191,7 @@ def _commit_empty_row(
         # A skipped row, or a hole behind one.
         lane.rewind(stay)
         return
+    lane.distrust(stay)
     finished = Finished(sequence.request.key, FinishReason.ERROR, sequence.num_output_tokens, fault=fault)
     finish(sequence, finished)
     outcome.finished.append(finished)

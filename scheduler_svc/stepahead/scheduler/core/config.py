@@ -24,6 +24,11 @@ class SchedulerConfig:
     settle_prompts_in_place: bool = False
     """Whether a step with explicit rows (prompt chunks) is COMPLETE_IN_PLACE although D > 0."""
     batching: Batching = Batching.CONTINUOUS
+    prefix_caching: bool = True
+    model: str = ""
+    """Goes into the keys of cached blocks."""
+    max_held_steps: int = 8
+    """How many steps a request waits for a prefix that is being prefilled on its lane."""
     skip_ahead_window: int = 8
     """How many requests behind a blocked head of the line are tried."""
     max_times_passed: int = 32

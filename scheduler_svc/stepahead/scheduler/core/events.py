@@ -16,6 +16,8 @@ class Admitted:
     key: RequestKey
     lane_id: LaneId
     first_time: bool
+    num_cached_tokens: int = 0
+    """Positions found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

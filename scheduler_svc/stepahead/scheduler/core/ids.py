@@ -19,6 +19,9 @@ SlotId = NewType("SlotId", int)
 BlockId = NewType("BlockId", int)
 """A KV block of a lane."""
 
+BlockKey = NewType("BlockKey", bytes)
+"""Names the content of a full block and of everything before it."""
+
 Incarnation = NewType("Incarnation", int)
 """One stay of a sequence in a slot; new at every admission, never reused by a scheduler; from 1."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from stepahead.scheduler.core.ids import BlockId
 from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.request import RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
@@ -61,25 +62,43 @@ def _check_pools(lane: Lane) -> None:
     live = _live_stays(lane)
     fenced = [stay for step in lane.in_flight for stay in step.fenced]
     _require(len(set(live)) == len(live), "E4", "a stay is in two row lists")
-    for pool, owned, quarantined in (
-        (
-            lane.blocks,
-            [b for stay in live for b in stay.block_ids],
-            [b for stay in fenced for b in stay.block_ids],
-        ),
-        (lane.slots, [stay.slot for stay in live], [stay.slot for stay in fenced]),
-    ):
-        _require(len(owned) == pool.num_owned, "E4", f"{len(owned)} owned, {pool.num_owned} booked")
+    _require(len(live) == lane.slots.num_owned, "E4", "live stays and owned slots differ")
+    _require(len(fenced) == lane.slots.num_quarantined, "E4", "fenced stays and quarantined slots differ")
+    slots = Counter[int]([*lane.slots.free_ids(), *(stay.slot for stay in [*live, *fenced])])
+    _require(
+        len(slots) == lane.slots.num_total and max(slots.values()) == 1, "E4", "a slot is lost or in two places"
+    )
+    _check_blocks(lane, live, fenced)
+
+
+def _check_blocks(lane: Lane, live: list[Stay], fenced: list[Stay]) -> None:
+    pool = lane.blocks
+    free, idle = pool.free_ids(), pool.idle_ids()
+    owners = Counter[int](block_id for stay in live for block_id in stay.block_ids)
+    behind = Counter[int](block_id for stay in fenced for block_id in stay.block_ids)
+    resting = Counter[int]([*free, *idle])
+    _require(not resting or max(resting.values()) == 1, "E4", "a block rests in two places")
+    for block_id in range(pool.num_total):
+        booked = pool.state_of(BlockId(block_id))
+        actual = (owners[block_id], behind[block_id])
+        _require(booked == actual, "E4", f"block {block_id} has {actual} owners, {booked} are booked")
+        _require((block_id in resting) == (actual == (0, 0)), "E4", f"block {block_id} is lost or in two places")
+    quarantined = sum(block_id not in owners for block_id in behind)
+    _require(len(owners) == pool.num_owned, "E4", f"{len(owners)} owned, {pool.num_owned} booked")
+    _require(quarantined == pool.num_quarantined, "E4", f"{quarantined} quarantined, {pool.num_quarantined} booked")
+    _require(
+        len(free) + len(idle) + pool.num_owned + pool.num_quarantined == pool.num_total,
+        "E4",
+        "the states of the blocks do not sum to the pool",
+    )
+    for stay in live:
+        private = stay.block_ids[stay.num_published_blocks :]
+        _require(all(owners[block_id] == 1 for block_id in private), "H5", "a block that is written has two owners")
         _require(
-            len(quarantined) == pool.num_quarantined,
-            "E4",
-            f"{len(quarantined)} quarantined, {pool.num_quarantined} booked",
-        )
-        everything = Counter[int]([*pool.free_ids(), *owned, *quarantined])
-        _require(
-            len(everything) == pool.num_total and max(everything.values()) == 1,
-            "E4",
-            "a resource is lost or in two places",
+            stay.num_settled // lane.config.block_size >= stay.num_published_blocks
+            or stay.num_published_blocks >= len(stay.block_ids),
+            "H1",
+            "a block with unsettled positions has a key",
         )
 
 

@@ -6,12 +6,13 @@ Lanes never wait for each other. The lane keeps books; deciding is `scheduler.py
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice, takewhile
 
-from stepahead.scheduler.core.block_pool import FencedPool
+from stepahead.scheduler.core.block_pool import BlockPool, FencedPool
 from stepahead.scheduler.core.config import LaneConfig
 from stepahead.scheduler.core.decode_rows import DecodeRows
-from stepahead.scheduler.core.ids import NO_STEP, BlockId, Incarnation, LaneId, SlotId, StepId
+from stepahead.scheduler.core.ids import NO_STEP, BlockId, BlockKey, Incarnation, LaneId, SlotId, StepId
 from stepahead.scheduler.core.plan import StepPlan
 from stepahead.scheduler.core.sequence import DecodeClock, Sequence, Stay
 
@@ -58,7 +59,9 @@ class Lane:
 
     __slots__ = (
         "_rows",
+        "being_prefilled",
         "blocks",
+        "cache_model",
         "clock",
         "committed_through",
         "config",
@@ -82,11 +85,15 @@ class Lane:
         "slots",
     )
 
-    def __init__(self, lane_id: LaneId, config: LaneConfig, epoch: int) -> None:
+    def __init__(self, lane_id: LaneId, config: LaneConfig, epoch: int, *, cache_model: str | None = None) -> None:
         self.lane_id = lane_id
         self.config = config
         self.epoch = epoch
-        self.blocks: FencedPool[BlockId] = FencedPool(BlockId(i) for i in range(config.num_blocks))
+        self.cache_model = cache_model
+        """Goes into block keys; None: nothing is cached."""
+        self.blocks = BlockPool(config.num_blocks)
+        self.being_prefilled: dict[BlockKey, Stay] = {}
+        """Keys of prompt blocks that a live stay will publish, and which."""
         self.slots: FencedPool[SlotId] = FencedPool(SlotId(i) for i in range(config.num_slots))
         self.prefilling: list[Stay] = []
         """Stays that still feed known tokens, in order of admission."""
@@ -119,24 +126,56 @@ class Lane:
         """Sequences that get rows; retiring ones do not count against admission (rule E10)."""
         return len(self.prefilling) + len(self.decoding)
 
-    def admit(self, sequence: Sequence, incarnation: Incarnation) -> Stay:
-        """Gives the sequence a slot and blocks for its whole history. The caller has checked that both exist."""
+    def admit(self, sequence: Sequence, incarnation: Incarnation, cached: list[BlockId]) -> Stay:
+        """Gives the sequence a slot, the cached blocks and new ones for the rest of its history.
+
+        The caller has checked that there are enough.
+        """
         slots = self.slots.take(1)
-        block_ids = self.blocks.take(self.config.num_blocks_for(len(sequence.history)))
+        self.blocks.share(cached)  # first, lest `take` evict one of them
+        fresh = self.blocks.take(self.config.num_blocks_for(len(sequence.history)) - len(cached))
         assert slots is not None, "admitted without a free slot"
-        assert block_ids is not None, "admitted without free blocks"
+        assert fresh is not None, "admitted without free blocks"
         stay = Stay(
             sequence,
             lane_id=self.lane_id,
             clock=self.clock,
             incarnation=incarnation,
             slot=slots[0],
-            block_ids=block_ids,
+            block_ids=cached + fresh,
             block_size=self.config.block_size,
+            num_cached_blocks=len(cached),
         )
         sequence.stay = stay
         self.prefilling.append(stay)
         return stay
+
+    def announce_prefill(self, stay: Stay, keys: Iterable[BlockKey]) -> None:
+        """The stay is going to publish blocks with these keys."""
+        for key in keys:
+            self.being_prefilled.setdefault(key, stay)
+
+    def publish_settled(self, stay: Stay) -> None:
+        """Full blocks whose every position is settled become visible for sharing (rules H1, H2)."""
+        if self.cache_model is None:
+            return
+        size = self.config.block_size
+        num_blocks = min(stay.num_settled, len(stay.sequence.history)) // size
+        if num_blocks <= stay.num_published_blocks:
+            return
+        keys = stay.sequence.block_keys(num_blocks, size, self.cache_model)
+        for index in range(stay.num_published_blocks, num_blocks):
+            key = keys[index]
+            self.blocks.publish(stay.block_ids[index], key)
+            if self.being_prefilled.get(key) is stay:
+                del self.being_prefilled[key]
+        stay.num_published_blocks = num_blocks
+
+    def distrust(self, stay: Stay) -> None:
+        """What the stay wrote may be poisoned (rules H3, J10): nobody may share it."""
+        for block_id in stay.block_ids[stay.num_cached_blocks :]:
+            self.blocks.forget(block_id)
+        stay.num_published_blocks = len(stay.block_ids)
 
     def extend(self, stay: Stay) -> bool:
         """Adds one block to a stay's table; False if none is free."""
@@ -235,12 +274,15 @@ class Lane:
         """No further rows. Slot and blocks come back at the fence: now, or when its last step commits."""
         assert not stay.retired, "retired twice"
         stay.retired = True
+        self.publish_settled(stay)
         self._leave_rows(stay)
         self._forget_deltas(stay)
         if stay.announced:
             self.released.append(stay)
+        if self.being_prefilled:
+            self.being_prefilled = {k: other for k, other in self.being_prefilled.items() if other is not stay}
         self.slots.quarantine(1)
-        self.blocks.quarantine(len(stay.block_ids))
+        self.blocks.quarantine(stay.block_ids)
         if stay.last_step <= self.committed_through:
             self.close(stay)
             return

@@ -81,6 +81,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the request (end-of-sequence ids included unless ignored)."""
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    cache_salt: str = ""
+    """Requests with different salts never share cached blocks."""
     deadline_ns: int | None = None
     """On the clock the shell passes to `Scheduler.expire`."""
     queue_deadline_ns: int | None = None

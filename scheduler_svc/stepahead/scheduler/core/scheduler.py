@@ -28,6 +28,7 @@ from stepahead.scheduler.core.events import (
 )
 from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, StepId
 from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.placement import Place, find_place, is_held
 from stepahead.scheduler.core.plan import StepResult
 from stepahead.scheduler.core.planning import build_plan, is_window_open, make_room
 from stepahead.scheduler.core.request import (
@@ -47,6 +48,8 @@ class Totals:
     output_tokens: int = 0
     prefill_tokens: int = 0
     """Prompt and recomputed tokens fed by explicit rows."""
+    cached_tokens: int = 0
+    """Positions that were found in the prefix cache instead of being fed."""
     preemptions: int = 0
     stale_results: int = 0
 
@@ -70,7 +73,8 @@ class Scheduler:
     def open_lane(self, lane_id: LaneId, config: LaneConfig, epoch: int) -> None:
         """Adds a worker with an empty batch and cache. `epoch` must differ from every earlier one of the lane."""
         assert lane_id not in self.lanes, "the lane is open"
-        self.lanes[lane_id] = Lane(lane_id, config, epoch)
+        cache_model = self.config.model if self.config.prefix_caching else None
+        self.lanes[lane_id] = Lane(lane_id, config, epoch, cache_model=cache_model)
 
     def lose_lane(self, lane_id: LaneId) -> tuple[Preempted, ...]:
         """The worker's state is void. Its sequences wait again, at their old place, with their whole history.
@@ -254,13 +258,15 @@ class Scheduler:
             if any(passed.times_passed >= self.config.max_times_passed for passed in blocked):
                 break
             # A preempted sequence whose last step is in flight still owes a token: not yet.
-            lane = _place(sequence, lanes) if sequence.stay is None else None
-            if lane is None:
+            place = find_place(sequence, lanes) if sequence.stay is None else None
+            if place is None:
                 blocked.append(sequence)
                 if len(blocked) > self.config.skip_ahead_window:
                     break
                 continue
-            admitted.append(self._admit_to(lane, sequence))
+            if is_held(sequence, place, self.config.max_held_steps):
+                continue
+            admitted.append(self._admit_to(place, sequence))
             for passed in blocked:
                 passed.times_passed += 1
         return tuple(admitted)
@@ -271,14 +277,21 @@ class Scheduler:
             return list(self.lanes.values())
         return [lane for lane in self.lanes.values() if not lane.num_running and not lane.finishing]
 
-    def _admit_to(self, lane: Lane, sequence: Sequence) -> Admitted:
+    def _admit_to(self, place: Place, sequence: Sequence) -> Admitted:
         first_time = sequence.status is RequestStatus.WAITING
         self.waiting.remove(sequence)
         sequence.apply(LifecycleEvent.ADMIT)
         sequence.times_passed = 0
+        sequence.hold_until = None
         self._incarnations += 1
-        lane.admit(sequence, Incarnation(self._incarnations))
-        return Admitted(sequence.request.key, lane.lane_id, first_time)
+        lane = place.lane
+        stay = lane.admit(sequence, Incarnation(self._incarnations), place.cached)
+        lane.announce_prefill(stay, place.missing_keys)
+        num_cached_tokens = len(place.cached) * lane.config.block_size
+        self.totals.cached_tokens += num_cached_tokens
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached_tokens
+        return Admitted(sequence.request.key, lane.lane_id, first_time, num_cached_tokens)
 
     # -------------------------------------------------------------------------------------------- views
 
@@ -291,25 +304,3 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Nothing waits, runs or is in flight (rule A8): an empty queue alone is not idleness."""
         return not self.sequences and not any(lane.in_flight for lane in self.lanes.values())
-
-
-def _place(sequence: Sequence, lanes: list[Lane]) -> Lane | None:
-    """The lane with the most room for the sequence, or None."""
-    best: Lane | None = None
-    best_room = (-1.0, -1)
-    for lane in lanes:
-        config = lane.config
-        if (
-            lane.num_running >= config.max_num_seqs
-            or not lane.slots.num_free
-            or sequence.max_total_tokens > config.max_model_len
-            or sequence.max_total_tokens - 1 > config.num_cache_tokens
-        ):
-            continue
-        # A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
-        headroom = max(1, config.num_blocks // 100) if lane.num_running else 0
-        left = lane.blocks.num_free - config.num_blocks_for(len(sequence.history)) - headroom
-        room = (1 - lane.num_running / config.max_num_seqs, left)
-        if left >= 0 and room > best_room:
-            best, best_room = lane, room
-    return best

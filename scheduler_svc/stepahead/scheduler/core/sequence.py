@@ -20,7 +20,10 @@ dispatched S = H + U - 1 holds through every dispatch and commit (rule A2); sett
 
 from __future__ import annotations
 
-from stepahead.scheduler.core.ids import NO_STEP, BlockId, Incarnation, LaneId, SlotId, StepId
+from collections.abc import Sequence as Sequence_
+
+from stepahead.scheduler.core.ids import NO_STEP, BlockId, BlockKey, Incarnation, LaneId, SlotId, StepId
+from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.request import (
     TRANSITIONS,
     LifecycleEvent,
@@ -33,9 +36,13 @@ class Sequence:
     """The history and status of one request. Owned by the scheduler, lives from add to finish."""
 
     __slots__ = (
+        "_chain",
+        "_chain_block_size",
         "arrival",
         "history",
+        "hold_until",
         "max_total_tokens",
+        "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "request",
@@ -57,11 +64,24 @@ class Sequence:
         """The current stay; after a preemption the old one until its last dispatched step commits."""
         self.times_passed = 0
         self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache at the first admission (rule H9)."""
+        self.hold_until: tuple[LaneId, StepId] | None = None
+        """Until which step of a lane it waits for a prefix that is being prefilled there."""
+        self._chain: KeyChain | None = None
+        self._chain_block_size = 0
 
     @property
     def num_output_tokens(self) -> int:
         """Committed outputs."""
         return len(self.history) - self.num_prompt_tokens
+
+    def block_keys(self, num_blocks: int, block_size: int, model: str) -> Sequence_[BlockKey]:
+        """Keys of the first full blocks of the history."""
+        if self._chain is None or self._chain_block_size != block_size:
+            self._chain_block_size = block_size
+            self._chain = KeyChain(self.history, block_size=block_size, model=model, salt=self.request.cache_salt)
+        return self._chain.first(num_blocks)
 
     def apply(self, event: LifecycleEvent) -> None:
         """Moves the status by the transition table; an illegal event raises and changes nothing."""
@@ -115,6 +135,8 @@ class Stay:
         "feed_limit",
         "incarnation",
         "lane_id",
+        "num_cached_blocks",
+        "num_published_blocks",
         "retired",
         "rewinding",
         "sequence",
@@ -131,6 +153,7 @@ class Stay:
         slot: SlotId,
         block_ids: list[BlockId],
         block_size: int,
+        num_cached_blocks: int,
     ) -> None:
         self.sequence = sequence
         self.lane_id = lane_id
@@ -147,9 +170,13 @@ class Stay:
         self.retired = False
         self.rewinding = False
         """A sampling row came back empty: rows in flight are holes; feed again once nothing is in flight."""
+        self.num_cached_blocks = num_cached_blocks
+        """Blocks at the front of the table that were found in the cache: shared, never written."""
+        self.num_published_blocks = num_cached_blocks
+        """Blocks at the front of the table whose content is known by a key."""
         self._clock = clock
-        self._dispatched = 0
-        self._settled = 0
+        self._dispatched = num_cached_blocks * block_size
+        self._settled = num_cached_blocks * block_size
         self._placeholders = 0
         self._last_step: StepId = NO_STEP
         self._joined_at: int | None = None

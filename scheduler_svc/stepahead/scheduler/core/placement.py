@@ -1,0 +1,67 @@
+"""Where a waiting sequence could run: the lane that knows most of its prefix, then the one with the most room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
+from stepahead.scheduler.core.ids import BlockId, BlockKey, StepId
+from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A lane that could take a sequence now."""
+
+    lane: Lane
+    cached: list[BlockId]
+    """Blocks of the sequence's prefix that the lane holds."""
+    missing_keys: Sequence_[BlockKey]
+    """Keys of the full prompt blocks behind them."""
+
+
+def find_place(sequence: Sequence, lanes: list[Lane]) -> Place | None:
+    """The best lane that has a place, a slot and blocks for the sequence's history, or None."""
+    best: Place | None = None
+    best_rank = (-1, -1.0, -1)
+    for lane in lanes:
+        config = lane.config
+        if (
+            lane.num_running >= config.max_num_seqs
+            or not lane.slots.num_free
+            or sequence.max_total_tokens > config.max_model_len
+            or sequence.max_total_tokens - 1 > config.num_cache_tokens
+        ):
+            continue
+        keys = _keys(sequence, lane)
+        cached = lane.blocks.find(keys)
+        # A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
+        headroom = max(1, config.num_blocks // 100) if lane.num_running else 0
+        available = lane.blocks.num_available - lane.blocks.num_idle_among(cached)
+        left = available - (config.num_blocks_for(len(sequence.history)) - len(cached)) - headroom
+        rank = (len(cached) * config.block_size, 1 - lane.num_running / config.max_num_seqs, left)
+        if left >= 0 and rank > best_rank:
+            best, best_rank = Place(lane, cached, keys[len(cached) :]), rank
+    return best
+
+
+def _keys(sequence: Sequence, lane: Lane) -> Sequence_[BlockKey]:
+    """Keys that a hit may use: at least the last position is left to compute, in a block of its own (H5)."""
+    if lane.cache_model is None:
+        return ()
+    size = lane.config.block_size
+    return sequence.block_keys((len(sequence.history) - 1) // size, size, lane.cache_model)
+
+
+def is_held(sequence: Sequence, place: Place, max_held_steps: int) -> bool:
+    """Whether it pays to wait: the next block of the prefix is being prefilled on that lane right now.
+
+    Bounded in steps of the lane, so that a slow neighbour never holds anybody up for long.
+    """
+    lane = place.lane
+    if not place.missing_keys or place.missing_keys[0] not in lane.being_prefilled:
+        return False
+    if sequence.hold_until is None or sequence.hold_until[0] != lane.lane_id:
+        sequence.hold_until = (lane.lane_id, StepId(lane.next_step_id + max_held_steps))
+    return lane.next_step_id < sequence.hold_until[1]
