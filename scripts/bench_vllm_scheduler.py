@@ -4,7 +4,8 @@ Runs inside an environment that has vLLM (scripts/bench_vllm_scheduler.sh makes 
 schedule(), update_from_output(), and handing each request its token. One command per line on stdin, one answer per
 line on stdout:
 
-    {"open": {"workloads": FILE, "scenario": NAME, "rows": N, "scheduler": "sync" | "async"}}  ->  {"name": TEXT}
+    {"open": {"workloads": FILE, "scenario": NAME, "rows": N, "scheduler": "sync" | "async",
+              "prefix_caching": BOOL}}  ->  {"name": TEXT}
     {"run": STEPS}  ->  {"wall_ns": [...], "cpu_ns": [...], "submit_ns": [...], "num_tokens": N}
 """
 # ruff: noqa: ANN001, ANN201, PLC0415
@@ -53,7 +54,9 @@ def load_workloads(path: str):
 class Peer:
     """One scheduler under one load."""
 
-    def __init__(self, workload, sampled_token_id: int, block_size: int, *, is_async: bool) -> None:
+    def __init__(
+        self, workload, sampled_token_id: int, block_size: int, *, is_async: bool, prefix_caching: bool
+    ) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
@@ -65,10 +68,10 @@ class Peer:
         self.submit_ns: list[int] = []
         self.pending: deque = deque()  # steps and their results; with async one step is ahead
         self.hasher = None
-        if workload.shared_tokens:
+        if prefix_caching:
             init_none_hash(sha256)
             self.hasher = get_request_block_hasher(block_size, sha256)
-        self.scheduler = make_scheduler(workload, block_size, is_async=is_async)
+        self.scheduler = make_scheduler(workload, block_size, is_async=is_async, prefix_caching=prefix_caching)
         self.fill()
         for _ in range(workload.num_warm_up_steps):
             self.step()
@@ -156,7 +159,7 @@ class Peer:
         }
 
 
-def make_scheduler(workload, block_size: int, *, is_async: bool):
+def make_scheduler(workload, block_size: int, *, is_async: bool, prefix_caching: bool):
     """A scheduler with the load's limits."""
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -174,7 +177,7 @@ def make_scheduler(workload, block_size: int, *, is_async: bool):
         block_size=block_size,
         gpu_memory_utilization=0.9,
         cache_dtype="auto",
-        enable_prefix_caching=bool(workload.shared_tokens),
+        enable_prefix_caching=prefix_caching,
     )
     limits = SchedulerConfig(
         max_num_seqs=workload.num_rows,
@@ -227,6 +230,7 @@ def main() -> None:
                 workloads.SAMPLED_TOKEN_ID,
                 workloads.BLOCK_SIZE,
                 is_async=wanted["scheduler"] == "async",
+                prefix_caching=wanted["prefix_caching"],
             )
             answer = {"name": f"vLLM {vllm.__version__}" + (" async" if peer.is_async else "")}
         else:

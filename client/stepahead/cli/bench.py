@@ -14,6 +14,7 @@ class BenchGroup(LazyGroup):
     table: ClassVar = {
         "overlap": "stepahead.cli.bench_overlap:overlap",
         "scheduler": "stepahead.cli.bench_scheduler:scheduler",
+        "traces": "stepahead.cli.bench_scheduler:traces",
     }
 
 

@@ -10,13 +10,14 @@ from stepahead.cli import bench_scheduler
 from stepahead.cli.main import main
 
 
-def test_arguments_are_passed_through(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("measurement", ["scheduler", "traces"])
+def test_arguments_are_passed_through(monkeypatch: pytest.MonkeyPatch, measurement: str):
     executed: list[list[str]] = []
     monkeypatch.setattr(bench_scheduler.os, "execv", lambda path, argv: executed.append(argv))
-    result = CliRunner().invoke(main, ["bench", "scheduler", "--rows", "8,64", "--json", "--help"])
+    result = CliRunner().invoke(main, ["bench", measurement, "--rows", "8,64", "--json", "--help"])
     assert result.exit_code == 0, result.output
     assert executed == [
-        [sys.executable, "-m", "stepahead.scheduler.bench", "scheduler", "--rows", "8,64", "--json", "--help"]
+        [sys.executable, "-m", "stepahead.scheduler.bench", measurement, "--rows", "8,64", "--json", "--help"]
     ]
 
 

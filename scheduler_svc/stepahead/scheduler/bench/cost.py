@@ -66,6 +66,7 @@ def measure(
     rows: Sequence[int],
     *,
     num_steps: int,
+    prefix_caching: bool = True,
     peer: PeerOption | None = None,
     progress: Callable[[str], object] = lambda line: None,
 ) -> list[Cell]:
@@ -74,7 +75,9 @@ def measure(
     for scenario in scenarios:
         for num_rows in rows:
             workload = WORKLOADS[scenario](num_rows)
-            measured = list(_measure_side_by_side(scenario, workload, num_steps, peer))
+            measured = list(
+                _measure_side_by_side(scenario, workload, num_steps, peer, prefix_caching=prefix_caching)
+            )
             cells += measured
             figures = ", ".join(f"{cell.subject} {cell.cpu_us.p50:,.1f}" for cell in measured)
             progress(f"{workload.name}, {num_rows} rows: {figures} us per step")
@@ -82,12 +85,20 @@ def measure(
 
 
 def _measure_side_by_side(
-    scenario: str, workload: Workload, num_steps: int, peer: PeerOption | None
+    scenario: str, workload: Workload, num_steps: int, peer: PeerOption | None, *, prefix_caching: bool
 ) -> Iterator[Cell]:
-    subjects: list[Subject] = [CoreSubject(workload, on_wire=on_wire) for on_wire in (False, True)]
+    subjects: list[Subject] = [
+        CoreSubject(workload, on_wire=on_wire, prefix_caching=prefix_caching) for on_wire in (False, True)
+    ]
     if peer is not None:
         subjects.append(
-            PeerSubject(peer.process, scenario=scenario, num_rows=workload.num_rows, scheduler=peer.scheduler)
+            PeerSubject(
+                peer.process,
+                scenario=scenario,
+                num_rows=workload.num_rows,
+                scheduler=peer.scheduler,
+                prefix_caching=prefix_caching,
+            )
         )
     totals = [Samples() for _ in subjects]
     # Short turns: a slow second of the machine then falls on every subject.

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from typing_extensions import override
 
-from stepahead.scheduler.bench.cost import Cell, PeerOption, measure, remarks, report, table
+from stepahead.scheduler.bench.cost import PeerOption, measure, remarks, report, table
 from stepahead.scheduler.bench.subjects import PeerProcess, SubjectFailed
 from stepahead.scheduler.bench.workloads import WORKLOADS
 
@@ -32,25 +32,24 @@ class RowCounts(click.ParamType[tuple[int, ...]]):
 
 
 @click.command()
-@click.option("--rows", type=RowCounts(), default="8,64,256,1024", show_default=True, help="Running requests.")
+@click.option("--rows", type=RowCounts(), default="8,64,256,1024", help="Running requests.")
 @click.option(
     "--scenario", "scenarios", multiple=True, type=click.Choice(list(WORKLOADS)), default=tuple(WORKLOADS),
     help="Repeatable; all of them unless given.",
 )  # fmt: skip
-@click.option(
-    "--steps", type=click.IntRange(6, 3000), default=300, show_default=True, help="Timed steps per figure."
-)
+@click.option("--steps", type=click.IntRange(6, 3000), default=300, help="Timed steps per figure.")
 @click.option(
     "--vs-vllm", type=click.Path(path_type=Path), metavar="PYTHON",
     help="Interpreter of an environment with vLLM: its V1 scheduler is measured in the same run.",
 )  # fmt: skip
 @click.option(
-    "--vllm-scheduler", type=click.Choice(["sync", "async"]), default="sync", show_default=True,
+    "--vllm-scheduler", type=click.Choice(["sync", "async"]), default="sync",
     help="Which of its schedulers; async is the one that also plans ahead, and the slower one.",
 )  # fmt: skip
 @click.option(
     "--vllm-script", type=click.Path(path_type=Path), default=_PEER_SCRIPT, help="The far end, of the source tree."
 )
+@click.option("--prefix-caching/--no-prefix-caching", default=True, help="For every scheduler alike.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def scheduler(
     *,
@@ -60,40 +59,33 @@ def scheduler(
     vs_vllm: Path | None,
     vllm_scheduler: str,
     vllm_script: Path,
+    prefix_caching: bool,
     as_json: bool,
 ) -> None:
     """Times one step of the core: plan, commit, and one list append per token.
 
     Each figure is measured for the core alone and with its wire messages encoded and decoded, at overlap depth 1.
     """
+    peer = None
     try:
-        cells = _measure(scenarios, rows, steps, vs_vllm, vllm_scheduler, vllm_script)
+        if vs_vllm is not None:
+            peer = PeerOption(PeerProcess(vs_vllm, vllm_script), vllm_scheduler)
+        cells = measure(
+            scenarios,
+            rows,
+            num_steps=steps,
+            prefix_caching=prefix_caching,
+            peer=peer,
+            progress=lambda line: click.echo(line, err=True),
+        )
     except SubjectFailed as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        if peer is not None:
+            peer.process.close()
     if as_json:
         click.echo(json.dumps(report(cells)))
         return
     Console(highlight=False, width=170).print(table(cells))
     for line in remarks(cells):
         click.echo(line)
-
-
-def _measure(
-    scenarios: tuple[str, ...],
-    rows: tuple[int, ...],
-    num_steps: int,
-    interpreter: Path | None,
-    vllm_scheduler: str,
-    script: Path,
-) -> list[Cell]:
-    def progress(line: str) -> None:
-        click.echo(line, err=True)
-
-    if interpreter is None:
-        return measure(scenarios, rows, num_steps=num_steps, progress=progress)
-    process = PeerProcess(interpreter, script)
-    try:
-        peer = PeerOption(process, vllm_scheduler)
-        return measure(scenarios, rows, num_steps=num_steps, peer=peer, progress=progress)
-    finally:
-        process.close()

@@ -80,11 +80,11 @@ class SubjectFailed(Exception):
 class CoreSubject:
     """Our core under a load. With `on_wire` the timed part encodes each plan and decodes each boundary."""
 
-    def __init__(self, workload: Workload, *, on_wire: bool) -> None:
+    def __init__(self, workload: Workload, *, on_wire: bool, prefix_caching: bool = True) -> None:
         self.name = "core + wire" if on_wire else "core"
         self._workload = workload
         self._on_wire = on_wire
-        self._scheduler = Scheduler(SchedulerConfig(overlap_depth=OVERLAP_DEPTH))
+        self._scheduler = Scheduler(SchedulerConfig(overlap_depth=OVERLAP_DEPTH, prefix_caching=prefix_caching))
         self._scheduler.open_lane(_LANE, _lane_config(workload), _EPOCH)
         self._mirror = PlanMirror()
         self._in_flight: deque[StepRows] = deque()
@@ -236,7 +236,9 @@ class PeerProcess:
 class PeerSubject:
     """Another scheduler under a load."""
 
-    def __init__(self, peer: PeerProcess, *, scenario: str, num_rows: int, scheduler: str) -> None:
+    def __init__(
+        self, peer: PeerProcess, *, scenario: str, num_rows: int, scheduler: str, prefix_caching: bool
+    ) -> None:
         self._peer = peer
         answer = peer.ask(
             {
@@ -245,6 +247,7 @@ class PeerSubject:
                     "scenario": scenario,
                     "rows": num_rows,
                     "scheduler": scheduler,
+                    "prefix_caching": prefix_caching,
                 }
             }
         )
