@@ -264,7 +264,7 @@ def test_json_for_a_folder_of_traces(tmp_path: Path):
     write_mooncake(tmp_path / "moon.jsonl", conversations(20))
     result = CliRunner().invoke(
         main,
-        ["traces", "--json", "--limit", "15", "--scale", "0.05", "--check-every", "5"],
+        ["traces", "--json", "--limit", "15", "--scale", "0.05", "--check-every", "5", "--num-blocks", "2048"],
         env={"STEPAHEAD_TRACES": str(tmp_path)},
     )
     assert result.exit_code == 0, result.output
