@@ -83,6 +83,7 @@ async def test_list_generate_health_and_an_error_with_details(grpcurl: str) -> N
         ends = [event for event in events if "choice_finished" in event or "finished" in event]
         assert ends[0]["choice_finished"]["reason"] == "FINISH_REASON_STOP"
         assert ends[1]["finished"]["usage"]["output_tokens"] == 4
+        await stack.server._publish_health()  # a server outside its own process has nobody who does
         code, stdout, stderr = await call(grpcurl, address, "grpc.health.v1.Health/Check")
         assert (code, messages(stdout)) == (0, [{"status": "SERVING"}]), stderr
         wrong = asked | {"sampling": {"topP": 2}}
