@@ -24,7 +24,7 @@ async def in_phase(stack: Stack, request_id: str, phase: str, *, output_tokens: 
     """Waits until a request is queued, in prefill or in decode."""
 
     def is_there() -> bool:
-        live = stack.server.front_end.live.get(request_id)
+        live = stack.server.front_end.live.get(("", request_id))
         wanted = generation_pb2.Keepalive.Phase.Value(f"PHASE_{phase.upper()}")
         return live is not None and live.phase == wanted and len(live.log.token_ids) >= output_tokens
 

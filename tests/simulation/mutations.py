@@ -27,7 +27,7 @@ from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Sequence, Stay
-from stepahead.scheduler.core.waiting_queue import WaitingQueue
+from stepahead.scheduler.core.waiting_queue import Line, WaitingQueue
 from tests.scheduler.core import test_ends, test_failures, test_preemption, test_prefill_and_decode
 from tests.simulation import fake_worker, world
 from tests.simulation.tagged_model import mix, next_token
@@ -289,15 +289,15 @@ def _leave_the_victim_in_the_plan(patch: pytest.MonkeyPatch) -> None:
 
 
 def _lose_the_order_of_the_preempted(patch: pytest.MonkeyPatch) -> None:
-    push = WaitingQueue.push
+    push = Line.push
 
-    def mutant(queue: WaitingQueue, sequence: Sequence) -> None:
+    def mutant(line: Line, sequence: Sequence) -> None:
         if sequence.status is RequestStatus.PREEMPTED:
-            queue._preempted.append(sequence)
+            line._preempted.append(sequence)
         else:
-            push(queue, sequence)
+            push(line, sequence)
 
-    patch.setattr(WaitingQueue, "push", mutant)
+    patch.setattr(Line, "push", mutant)
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -502,7 +502,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("E1/E3: the fence is the oldest step in flight", _fence_one_step_early, _rules("E1", "E3", "E4")),
     Mutation("E3: slots are free at retirement", _release_slots_at_retirement, _rules("E3", "B6", "O8")),
     Mutation("E4: a block is lost at close", _lose_a_block_at_close, _rules("E4")),
-    Mutation("B6: the release is not sent", _forget_the_release, _rules("B6", "E4", "M3")),
+    Mutation("B6: the release is not sent", _forget_the_release, _rules("A6", "B6", "E4", "M3")),
     Mutation(
         "E7: preempt instead of waiting",
         _never_wait_for_returning_blocks,

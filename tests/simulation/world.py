@@ -16,6 +16,8 @@ from stepahead.scheduler.core import (
     Finished,
     FinishReason,
     LaneId,
+    Ordering,
+    QueueFull,
     Request,
     RequestInfeasible,
     RequestKey,
@@ -76,6 +78,9 @@ class World:
             overlap_depth=self.depth,
             settle_prompts_in_place=rng.random() < 0.2,
             batching=rng.choice([Batching.CONTINUOUS, Batching.CONTINUOUS, Batching.FIXED]),
+            ordering=rng.choice(list(Ordering)),
+            ageing_admissions=rng.choice([1, 4, 64]),
+            max_waiting=rng.choice([None, None, 6]),
             prefix_caching=rng.random() < 0.8,
             max_held_steps=rng.choice([0, 2, 8]),
             skip_ahead_window=rng.choice([0, 1, 4]),
@@ -214,6 +219,8 @@ class World:
                         seed=request.seed,
                         suppressed_token_ids=tuple(sorted(request.stop_ids)) if self.suppressing else (),
                     ),
+                    priority=rng.choice([0, 0, 1, -1]) if self.config.ordering is Ordering.PRIORITY else 0,
+                    tenant=rng.choice(["a", "b", "c"]),
                     cache_salt=rng.choice(["", "", "other tenant"]),
                     deadline_ns=deadline,
                     queue_deadline_ns=queue_deadline,
@@ -221,6 +228,9 @@ class World:
             )
         except RequestInfeasible:
             self.counters["infeasible"] += 1
+            return
+        except QueueFull:
+            self.counters["queue_full"] += 1
             return
         except UnknownLane:
             if self.scheduler.lanes:

@@ -652,7 +652,9 @@ class SchedulingParams(_message.Message):
     REATTACH_WINDOW_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Higher runs first. Only 0 is served yet, others are refused."""
+    """Higher goes first, -1000 to 1000; who waits is promoted in time. Other values than 0 need a server that orders
+    by priority. Unset: 0.
+    """
     queue_timeout_ms: _builtins.int
     """Milliseconds the request may wait for admission, 1 and up. Unset: no limit but the call's deadline."""
     timeout_ms: _builtins.int

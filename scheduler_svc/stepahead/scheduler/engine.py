@@ -27,6 +27,7 @@ from stepahead.scheduler.core import (
     LaneConfig,
     LaneId,
     Preempted,
+    QueueFull,
     Request,
     RequestInfeasible,
     RequestKey,
@@ -67,6 +68,8 @@ class Engine:
                 overlap_depth=settings.overlap_depth,
                 settle_prompts_in_place=settings.settle_prompts_in_place,
                 batching=settings.batching,
+                ordering=settings.ordering,
+                max_waiting=settings.max_waiting_requests,
                 prefix_caching=settings.prefix_caching,
             )
         )
@@ -100,10 +103,10 @@ class Engine:
             Unavailable: no worker is ready.
             InvalidRequest: it could never run on these workers.
         """
-        if len(self.core.waiting) >= self.settings.max_waiting_requests:
-            raise Overloaded(f"{len(self.core.waiting)} requests are waiting", retry_delay_ms=1000)
         try:
             self.core.add_request(_core_request(live))
+        except QueueFull as error:
+            raise Overloaded(str(error), retry_delay_ms=1000) from error
         except UnknownLane as error:
             raise Unavailable("NOT_READY", "no worker is ready") from error
         except RequestInfeasible as error:
@@ -363,7 +366,10 @@ def _core_request(live: LiveRequest) -> Request:
         min_tokens=accepted.min_tokens,
         stop_token_ids=accepted.stop_token_ids,
         sampling=accepted.sampling,
-        cache_salt=accepted.cache_salt,
+        priority=accepted.priority,
+        tenant=live.tenant,
+        # A tenant's cache is its own: what others have asked must not be told by how fast an answer comes.
+        cache_salt=f"{live.tenant}\0{accepted.cache_salt}",
         deadline_ns=deadline(accepted.timeout_ms),
         queue_deadline_ns=deadline(accepted.queue_timeout_ms),
     )

@@ -7,7 +7,9 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import replace
 
+from stepahead.scheduler.caller import Caller
 from stepahead.scheduler.cluster import Cluster
+from stepahead.scheduler.core import Ordering
 from stepahead.scheduler.engine import Engine
 from stepahead.scheduler.errors import DuplicateRequest, Unavailable
 from stepahead.scheduler.live_request import LiveRequest, RequestTimes, now_ns
@@ -29,20 +31,21 @@ class FrontEnd:
         self.cluster = cluster
         self.settings = settings
         self.draining = False
-        self.live: dict[str, LiveRequest] = {}
-        """By public id, until the last stream of the request is gone."""
+        self.live: dict[tuple[str, str], LiveRequest] = {}
+        """By tenant and public id, until the last stream of the request is gone."""
         self.empty = asyncio.Event()
         """Set while no stream is open."""
         self.empty.set()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     async def accept(
-        self, request: generation_pb2.GenerateRequest, *, time_remaining_s: float | None
+        self, request: generation_pb2.GenerateRequest, caller: Caller, *, time_remaining_s: float | None
     ) -> LiveRequest:
         """Validates and submits a request, or finds the live one with the same id and body.
 
         Args:
             request: As received.
+            caller: Whose request it is.
             time_remaining_s: Until the call's deadline; None without one.
 
         Raises:
@@ -53,12 +56,17 @@ class FrontEnd:
         received_ns = now_ns()
         model = self.cluster.require_model()
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-        running = self._running(request.request_id, digest)
+        running = self._running(caller, request.request_id, digest)
         if running is not None:
             return running
-        accepted = await validate(request, model, default_max_tokens=self.settings.default_max_tokens)
+        accepted = await validate(
+            request,
+            model,
+            default_max_tokens=self.settings.default_max_tokens,
+            has_priorities=self.settings.ordering is Ordering.PRIORITY,
+        )
         # Tokenizing may have let another request with the same id in.
-        running = self._running(accepted.request_id, digest)
+        running = self._running(caller, accepted.request_id, digest)
         if running is not None:
             return running
         if time_remaining_s is not None:
@@ -78,16 +86,17 @@ class FrontEnd:
             accepted=accepted,
             digest=digest,
             model_name=model.name,
+            tenant=caller.tenant,
             log=OutputLog(text),
             times=RequestTimes(accepted_ns=received_ns),
         )
         self.engine.submit(live)
-        self.live[accepted.request_id] = live
+        self.live[caller.tenant, accepted.request_id] = live
         self.empty.clear()
         return live
 
-    def _running(self, request_id: str, digest: bytes) -> LiveRequest | None:
-        live = self.live.get(request_id) if request_id else None
+    def _running(self, caller: Caller, request_id: str, digest: bytes) -> LiveRequest | None:
+        live = self.live.get((caller.tenant, request_id)) if request_id else None
         if live is None or live.finished is not None:
             return None
         if live.digest != digest:
@@ -101,22 +110,23 @@ class FrontEnd:
         if live.subscriptions:
             return
         self.engine.cancel(live)
-        request_id = live.accepted.request_id
-        if self.live.get(request_id) is live:
-            del self.live[request_id]
+        name = (live.tenant, live.accepted.request_id)
+        if self.live.get(name) is live:
+            del self.live[name]
             if not self.live:
                 self.empty.set()
-            self._ended[request_id] = None
+            self._ended[name] = None
             if len(self._ended) > MAX_REMEMBERED_IDS:
                 self._ended.popitem(last=False)
 
-    def cancel(self, request_id: str) -> generation_pb2.CancelOutcome.ValueType:
-        """Ends a request by its public id. Idempotent (rule F3)."""
-        live = self.live.get(request_id)
+    def cancel(self, caller: Caller, request_id: str) -> generation_pb2.CancelOutcome.ValueType:
+        """Ends a request of the caller by its public id. Idempotent (rule F3)."""
+        name = (caller.tenant, request_id)
+        live = self.live.get(name)
         if live is not None and live.finished is None:
             self.engine.cancel(live)
             return generation_pb2.CANCEL_OUTCOME_CANCELLED
-        if live is not None or request_id in self._ended:
+        if live is not None or name in self._ended:
             return generation_pb2.CANCEL_OUTCOME_ALREADY_FINISHED
         return generation_pb2.CANCEL_OUTCOME_NOT_FOUND
 

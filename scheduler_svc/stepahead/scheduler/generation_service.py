@@ -8,6 +8,7 @@ from typing import cast
 import grpc
 from typing_extensions import override
 
+from stepahead.scheduler.caller import caller_of
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotServed
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.guard import Context, guarded
@@ -79,7 +80,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _generate(self, request: generation_pb2.GenerateRequest, context: GenerateContext) -> None:
         remaining = cast("float | None", context.time_remaining())
-        live = await self._front_end.accept(request, time_remaining_s=remaining)
+        caller = caller_of(cast(Context, context))
+        live = await self._front_end.accept(request, caller, time_remaining_s=remaining)
         stream = _GenerateStream(self._front_end.settings.keepalive_s)
         subscription = Subscription(live, stream)
         budget = self._front_end.engine.budget
@@ -121,13 +123,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.CancelRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CancelRequest, generation_pb2.CancelResponse],
     ) -> generation_pb2.CancelResponse:
-        return await guarded(cast(Context, context), self._cancel(request))
+        return await guarded(cast(Context, context), self._cancel(request, cast(Context, context)))
 
-    async def _cancel(self, request: generation_pb2.CancelRequest) -> generation_pb2.CancelResponse:
+    async def _cancel(
+        self, request: generation_pb2.CancelRequest, context: Context
+    ) -> generation_pb2.CancelResponse:
         if not 1 <= len(request.request_ids) <= MAX_CANCEL_IDS:
             raise InvalidRequest([FieldViolation("request_ids", f"must be 1 to {MAX_CANCEL_IDS} ids")])
+        caller = caller_of(context)
         return generation_pb2.CancelResponse(
-            outcomes=[self._front_end.cancel(request_id) for request_id in request.request_ids]
+            outcomes=[self._front_end.cancel(caller, request_id) for request_id in request.request_ids]
         )
 
     @override

@@ -49,6 +49,7 @@ class LiveRequest:
     accepted: AcceptedRequest
     digest: bytes
     model_name: str
+    tenant: str = ""
     log: OutputLog
     times: RequestTimes
     preemptions: int = 0

@@ -13,6 +13,7 @@ from typing import cast
 import grpc
 import structlog
 
+from stepahead.scheduler.caller import Caller, caller_of
 from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest, RequestCancelled
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.live_request import Subscription
@@ -35,6 +36,7 @@ class MultiplexSession:
     def __init__(self, front_end: FrontEnd, context: MultiplexContext) -> None:
         self.queued = False
         self.woken = False
+        self._caller = Caller()
         self._front_end = front_end
         self._context = context
         self._subscriptions: dict[int, Subscription] = {}
@@ -52,6 +54,7 @@ class MultiplexSession:
         Raises:
             InvalidRequest: the client broke the rules of the stream; all its requests are cancelled.
         """
+        self._caller = caller_of(cast("grpc.aio.ServicerContext[object, object]", self._context))
         await self._context.send_initial_metadata(())
         reader = asyncio.create_task(self._read())
         try:
@@ -105,7 +108,7 @@ class MultiplexSession:
 
     async def _accept(self, handle: int, request: generation_pb2.GenerateRequest) -> None:
         try:
-            live = await self._front_end.accept(request, time_remaining_s=None)
+            live = await self._front_end.accept(request, self._caller, time_remaining_s=None)
         except ApiError as error:
             self._fail(handle, error)
             return

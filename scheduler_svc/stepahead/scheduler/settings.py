@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import click
 
-from stepahead.scheduler.core import Batching
+from stepahead.scheduler.core import Batching, Ordering
 from stepahead.scheduler.worker_names import parse_worker
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
@@ -26,6 +26,7 @@ class Settings:
     overlap_depth: int
     settle_prompts_in_place: bool = False
     batching: Batching = Batching.CONTINUOUS
+    ordering: Ordering = Ordering.FCFS
     prefix_caching: bool = True
     max_waiting_requests: int = 4096
     default_max_tokens: int = 1024
@@ -95,6 +96,12 @@ def options(function: FunctionT) -> FunctionT:
                 help="When newcomers are admitted; fixed is for comparison.",
             ),
             _option(
+                "--ordering",
+                type=click.Choice([ordering.value for ordering in Ordering]),
+                default=Ordering.FCFS.value,
+                help="Who of the waiting goes first: arrival, priority with ageing, or fair shares per tenant.",
+            ),
+            _option(
                 "--prefix-caching/--no-prefix-caching", default=True, help="Share KV blocks of equal prefixes."
             ),
             _option("--max-waiting-requests", type=click.IntRange(1), default=4096, help="Queue bound."),
@@ -140,6 +147,7 @@ def from_options(values: dict[str, object]) -> Settings:
         overlap_depth=parse_overlap(str(values["overlap"])),
         settle_prompts_in_place=values["settle_prompts"] == "in-place",
         batching=Batching(str(values["batching"])),
+        ordering=Ordering(str(values["ordering"])),
         prefix_caching=bool(values["prefix_caching"]),
         max_waiting_requests=_int(values["max_waiting_requests"]),
         default_max_tokens=_int(values["default_max_tokens"]),

@@ -30,6 +30,7 @@ GREEDY_BELOW = 1e-5
 MAX_CHAT_MESSAGES = 4096
 """Millions of empty messages fit a request, and looking at each would hold the loop that plans steps."""
 MAX_CACHE_SALT_BYTES = 256
+MAX_PRIORITY = 1000
 THREADED_ABOVE_BYTES = 8 * 1024
 """Longer prompts are tokenized in a thread: the loop also plans steps."""
 
@@ -51,6 +52,7 @@ class AcceptedRequest:
     want_token_ids: bool
     skip_special_tokens: bool
     final_only: bool
+    priority: int
     cache_salt: str
     timeout_ms: int | None
     queue_timeout_ms: int | None
@@ -78,7 +80,11 @@ def check_model(name: str, model: ServedModel) -> None:
 
 
 async def validate(
-    request: generation_pb2.GenerateRequest, model: ServedModel, *, default_max_tokens: int
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    *,
+    default_max_tokens: int,
+    has_priorities: bool = False,
 ) -> AcceptedRequest:
     """See the module docstring.
 
@@ -93,7 +99,7 @@ async def validate(
     _check_sampling(request.sampling, violations)
     _check_stopping(request.stopping, model, violations)
     _check_output(request.output, model, violations)
-    _check_scheduling(request.scheduling, violations)
+    _check_scheduling(request.scheduling, violations, has_priorities=has_priorities)
     violations.raise_any()
     prompt = await prompt_token_ids(request, model)
     stopping = request.stopping
@@ -128,6 +134,7 @@ def _accepted(
         want_token_ids=not output.HasField("token_ids") or output.token_ids,
         skip_special_tokens=not output.HasField("skip_special_tokens") or output.skip_special_tokens,
         final_only=output.delivery == generation_pb2.OutputParams.DELIVERY_FINAL_ONLY,
+        priority=request.scheduling.priority,
         cache_salt=request.scheduling.cache_salt,
         timeout_ms=request.scheduling.timeout_ms or None,
         queue_timeout_ms=request.scheduling.queue_timeout_ms or None,
@@ -182,7 +189,6 @@ def _check_unsupported(request: generation_pb2.GenerateRequest, violations: _Vio
         (bool(sampling.logit_bias), "sampling.logit_bias"),
         (bool(sampling.bad_words), "sampling.bad_words"),
         (bool(sampling.allowed_token_ids), "sampling.allowed_token_ids"),
-        (scheduling.priority != 0, "scheduling.priority"),
         (scheduling.reattach_window_ms != 0, "scheduling.reattach_window_ms"),
     ]
     for is_set, field in unsupported:
@@ -236,7 +242,15 @@ def _check_output(output: generation_pb2.OutputParams, model: ServedModel, viola
     violations.check(output.delivery in (0, 1, 2), "output.delivery", f"unknown value {output.delivery}")
 
 
-def _check_scheduling(scheduling: generation_pb2.SchedulingParams, violations: _Violations) -> None:
+def _check_scheduling(
+    scheduling: generation_pb2.SchedulingParams, violations: _Violations, *, has_priorities: bool
+) -> None:
+    priority = scheduling.priority
+    if not has_priorities:
+        violations.check(priority == 0, "scheduling.priority", "needs a server with --ordering priority")
+    violations.check(
+        abs(priority) <= MAX_PRIORITY, "scheduling.priority", f"must be -{MAX_PRIORITY} to {MAX_PRIORITY}"
+    )
     size = len(scheduling.cache_salt.encode())
     violations.check(
         size <= MAX_CACHE_SALT_BYTES,

@@ -255,7 +255,7 @@ def test_the_checker_sees_a_broken_queue() -> None:
         driver.add(key)
     driver.must_plan()
     driver.lose()
-    waiting = driver.scheduler.waiting
+    (waiting,) = driver.scheduler.waiting._lines.values()
     waiting._preempted.reverse()
     with pytest.raises(InvariantViolation, match=r"^G6"):
         check_invariants(driver.scheduler)

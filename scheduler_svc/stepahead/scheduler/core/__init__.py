@@ -4,9 +4,10 @@ Nothing in this package reads a clock, draws a random number, logs, awaits or to
 results come in as arguments; plans and events go out as values. `import-linter` holds it to that.
 """
 
-from stepahead.scheduler.core.config import Batching, LaneConfig, SchedulerConfig
+from stepahead.scheduler.core.config import Batching, LaneConfig, Ordering, SchedulerConfig
 from stepahead.scheduler.core.errors import (
     CoreError,
+    QueueFull,
     RequestInfeasible,
     StepMismatch,
     UnknownLane,
@@ -35,8 +36,10 @@ __all__ = [
     "Incarnation",
     "LaneConfig",
     "LaneId",
+    "Ordering",
     "PlanOutcome",
     "Preempted",
+    "QueueFull",
     "Request",
     "RequestInfeasible",
     "RequestKey",

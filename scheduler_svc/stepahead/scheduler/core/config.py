@@ -15,6 +15,14 @@ class Batching(Enum):
     """Only while the lane is empty: a batch ends together before the next one begins. For comparison."""
 
 
+class Ordering(Enum):
+    """Who of the waiting goes first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    FAIR = "fair"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Policy limits that hold for all lanes."""
@@ -24,6 +32,11 @@ class SchedulerConfig:
     settle_prompts_in_place: bool = False
     """Whether a step with explicit rows (prompt chunks) is COMPLETE_IN_PLACE although D > 0."""
     batching: Batching = Batching.CONTINUOUS
+    ordering: Ordering = Ordering.FCFS
+    ageing_admissions: int = 64
+    """With priorities: how many admissions of others promote a waiting request by one level."""
+    max_waiting: int | None = None
+    """Bound of the waiting queue for newcomers; preempted requests always have a place in it."""
     prefix_caching: bool = True
     model: str = ""
     """Goes into the keys of cached blocks."""
@@ -39,6 +52,12 @@ class SchedulerConfig:
             raise ValueError(f"overlap_depth must be 0 to 8, not {self.overlap_depth}")
         if self.skip_ahead_window < 0:
             raise ValueError(f"skip_ahead_window must be 0 or more, not {self.skip_ahead_window}")
+        if self.ageing_admissions < 1:
+            raise ValueError(f"ageing_admissions must be 1 or more, not {self.ageing_admissions}")
+        if self.max_waiting is not None and self.max_waiting < 1:
+            raise ValueError(f"max_waiting must be 1 or more, not {self.max_waiting}")
+        if self.max_held_steps < 0:
+            raise ValueError(f"max_held_steps must be 0 or more, not {self.max_held_steps}")
         if self.max_times_passed < 0:
             raise ValueError(f"max_times_passed must be 0 or more, not {self.max_times_passed}")
 

@@ -2,6 +2,7 @@
 
 CoreError
 |- RequestInfeasible   the request could never run, even alone; refuse it
+|- QueueFull           too many requests are waiting; try again later
 |- UnknownLane         no such lane (it was lost or never opened)
 `- StepMismatch        a result does not belong to the oldest step in flight: close the lane's epoch
 """
@@ -25,6 +26,18 @@ class RequestInfeasible(CoreError):
         super().__init__(f"needs {needed_tokens} cache positions, the largest worker has {available_tokens}")
         self.needed_tokens = needed_tokens
         self.available_tokens = available_tokens
+
+
+class QueueFull(CoreError):
+    """Too many requests are waiting.
+
+    Attributes:
+        num_waiting: how many.
+    """
+
+    def __init__(self, num_waiting: int) -> None:
+        super().__init__(f"{num_waiting} requests are waiting")
+        self.num_waiting = num_waiting
 
 
 class UnknownLane(CoreError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from stepahead.scheduler.core.config import Ordering
 from stepahead.scheduler.core.ids import BlockId
 from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.request import RequestStatus
@@ -48,8 +49,9 @@ def _check_queue(scheduler: Scheduler) -> None:
             f"a {sequence.status} sequence is in the queue",
         )
         _require(scheduler.sequences.get(sequence.request.key) is sequence, "A8", "an unknown sequence waits")
-    preempted = [s.arrival for s in waiting if s.status is RequestStatus.PREEMPTED]
-    _require(preempted == sorted(preempted), "G6", "preempted sequences lost their order")
+    if scheduler.config.ordering is Ordering.FCFS:
+        preempted = [s.arrival for s in waiting if s.status is RequestStatus.PREEMPTED]
+        _require(preempted == sorted(preempted), "G6", "preempted sequences lost their order")
     running: set[Sequence] = {stay.sequence for lane in scheduler.lanes.values() for stay in _live_stays(lane)}
     _require(
         len(waiting) + len(running) == len(scheduler.sequences),

@@ -51,7 +51,7 @@ def _make_way_for_returning_rows(lane: Lane, sitting_out: dict[Stay, None]) -> N
     surplus = len(lane.decoding) - len(sitting_out) + num_returning - lane.config.max_num_seqs
     if surplus > 0:
         running = [stay for stay in lane.decoding if stay not in sitting_out]
-        running.sort(key=lambda stay: stay.sequence.arrival)
+        running.sort(key=lambda stay: stay.sequence.rank)
         sitting_out.update(dict.fromkeys(running[-surplus:]))
 
 
@@ -71,7 +71,7 @@ def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
         return waiting, victims
     # A member may have left, and even joined again, since it was booked.
     crossing = [s for s in dict.fromkeys(lane.crossing) if s in lane.decoding and s.num_dispatched >= s.capacity]
-    crossing.sort(key=lambda stay: stay.sequence.arrival)
+    crossing.sort(key=lambda stay: stay.sequence.rank)
     for stay in crossing:
         while not stay.retired:
             if lane.extend(stay):
@@ -90,9 +90,12 @@ def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
 
 
 def choose_victim(lane: Lane) -> Stay:
-    """The youngest running stay: it has the least to lose, and the oldest is never starved (rule G6)."""
+    """The youngest running stay of the lowest priority: the oldest of the highest is never starved (rule G6).
+
+    A waiting request never displaces a running one, whatever its priority; memory alone costs a place.
+    """
     running = [*lane.decoding, *lane.prefilling]
-    return max(running, key=lambda stay: stay.sequence.arrival)
+    return max(running, key=lambda stay: stay.sequence.rank)
 
 
 def _choose_chunks(lane: Lane, *, budget: int, max_rows: int) -> list[tuple[Stay, int, bool]]:

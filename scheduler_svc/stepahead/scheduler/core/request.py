@@ -81,6 +81,10 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     """Ids that end the request (end-of-sequence ids included unless ignored)."""
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    priority: int = 0
+    """Higher goes first, is preempted last; only with Ordering.PRIORITY."""
+    tenant: str = ""
+    """Whose service it is; only with Ordering.FAIR."""
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
     deadline_ns: int | None = None

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from stepahead.scheduler.core.committing import commit_step, fail_step
-from stepahead.scheduler.core.config import Batching, LaneConfig, SchedulerConfig
-from stepahead.scheduler.core.errors import RequestInfeasible, UnknownLane
+from stepahead.scheduler.core.config import Batching, LaneConfig, Ordering, SchedulerConfig
+from stepahead.scheduler.core.errors import QueueFull, RequestInfeasible, UnknownLane
 from stepahead.scheduler.core.events import (
     Admitted,
     CommitOutcome,
@@ -26,6 +26,7 @@ from stepahead.scheduler.core.events import (
     PlanOutcome,
     Preempted,
 )
+from stepahead.scheduler.core.fair_share import FairShare
 from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, StepId
 from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.placement import Place, find_place, is_held
@@ -63,7 +64,8 @@ class Scheduler:
         self.lanes: dict[LaneId, Lane] = {}
         self.sequences: dict[RequestKey, Sequence] = {}
         """Every request that was accepted and has not ended."""
-        self.waiting = WaitingQueue()
+        self.shares = FairShare()
+        self.waiting = WaitingQueue(config.ordering, ageing_admissions=config.ageing_admissions, shares=self.shares)
         self._arrivals = 0
         self._incarnations = 0
         self._deadlines: list[tuple[int, int, RequestKey]] = []
@@ -108,6 +110,7 @@ class Scheduler:
 
         Raises:
             RequestInfeasible: no lane could run it even alone (rules G9, V3).
+            QueueFull: too many are waiting.
             UnknownLane: there is no lane at all, so nothing is known about sizes.
         """
         assert request.key not in self.sequences, "request keys are unique"
@@ -122,7 +125,10 @@ class Scheduler:
             raise RequestInfeasible(num_prompt_tokens + 1, max_model_len)
         if max_total_tokens - 1 > available:
             raise RequestInfeasible(max_total_tokens - 1, available)
+        if self.config.max_waiting is not None and len(self.waiting) >= self.config.max_waiting:
+            raise QueueFull(len(self.waiting))
         sequence = Sequence(request, self._arrivals, max_total_tokens)
+        self.shares.enter(request.tenant)
         self._arrivals += 1
         self.sequences[request.key] = sequence
         self.waiting.push(sequence)
@@ -187,6 +193,8 @@ class Scheduler:
         waiting = sequence.status is not RequestStatus.RUNNING
         sequence.apply(LifecycleEvent.FINISH)
         del self.sequences[finished.key]
+        self.shares.charge_outputs(sequence)
+        self.shares.leave(sequence.request.tenant)
         if waiting:
             self.waiting.remove(sequence)
         else:
@@ -252,6 +260,10 @@ class Scheduler:
         places = sum(max(0, lane.config.max_num_seqs - lane.num_running) for lane in lanes)
         if not places:
             return ()
+        if self.config.ordering is Ordering.FAIR:
+            for sequence in self.sequences.values():
+                if sequence.status is RequestStatus.RUNNING:
+                    self.shares.charge_outputs(sequence)
         admitted: list[Admitted] = []
         blocked: list[Sequence] = []
         for sequence in list(islice(self.waiting, places + self.config.skip_ahead_window)):
@@ -280,6 +292,7 @@ class Scheduler:
     def _admit_to(self, place: Place, sequence: Sequence) -> Admitted:
         first_time = sequence.status is RequestStatus.WAITING
         self.waiting.remove(sequence)
+        self.waiting.note_admission()
         sequence.apply(LifecycleEvent.ADMIT)
         sequence.times_passed = 0
         sequence.hold_until = None
@@ -289,6 +302,7 @@ class Scheduler:
         lane.announce_prefill(stay, place.missing_keys)
         num_cached_tokens = len(place.cached) * lane.config.block_size
         self.totals.cached_tokens += num_cached_tokens
+        self.shares.charge_admission(sequence, num_cached_tokens)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached_tokens
         return Admitted(sequence.request.key, lane.lane_id, first_time, num_cached_tokens)

@@ -43,8 +43,10 @@ class Sequence:
         "hold_until",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_charged_outputs",
         "num_preemptions",
         "num_prompt_tokens",
+        "queued_at",
         "request",
         "status",
         "stay",
@@ -63,6 +65,9 @@ class Sequence:
         self.stay: Stay | None = None
         """The current stay; after a preemption the old one until its last dispatched step commits."""
         self.times_passed = 0
+        self.queued_at = 0
+        """Admissions of others before it was queued, for its age."""
+        self.num_charged_outputs = 0
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission (rule H9)."""
@@ -70,6 +75,11 @@ class Sequence:
         """Until which step of a lane it waits for a prefix that is being prefilled there."""
         self._chain: KeyChain | None = None
         self._chain_block_size = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order among the running: smaller keeps its place longer. Priority, then arrival."""
+        return (-self.request.priority, self.arrival)
 
     @property
     def num_output_tokens(self) -> int:
