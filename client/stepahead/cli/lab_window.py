@@ -93,7 +93,8 @@ def options(case: Case) -> StackOptions:
         max_num_seqs=2,
         max_num_batched_tokens=case.num_processed,
         worker_flags=("--single-step",),
-        scheduler_flags=("--record-steps",),
+        # The replay must compute what was lost, not find it again.
+        scheduler_flags=("--record-steps", "--no-prefix-caching"),
     )
 
 
