@@ -34,7 +34,7 @@ def cell(subject: str, num_rows: int, cpu_us: float) -> Cell:
 @pytest.mark.parametrize("on_wire", [False, True])
 @pytest.mark.parametrize("scenario", list(WORKLOADS))
 def test_a_load_stays_what_it_is(scenario: str, on_wire: bool):
-    workload = WORKLOADS[scenario](16)
+    workload = WORKLOADS[scenario](64)
     subject = CoreSubject(workload, on_wire=on_wire)
     samples = subject.run(40)
     assert len(samples.wall_ns) == len(samples.cpu_ns) == 40

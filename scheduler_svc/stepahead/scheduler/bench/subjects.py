@@ -92,8 +92,6 @@ class CoreSubject:
         self._num_submitted = 0
         self._samples = Samples()
         self._fill()
-        for _ in range(OVERLAP_DEPTH + 1):
-            self._book(self._scheduler.plan(_LANE).plan)
         self.run(workload.num_warm_up_steps)
         _freeze_heap()
 
@@ -102,6 +100,7 @@ class CoreSubject:
         self._samples = samples = Samples()
         step = self._wire_step if self._on_wire else self._core_step
         for _ in range(num_steps):
+            self._fill_window()
             outcome, plan = step(self._in_flight.popleft())
             samples.num_tokens += len(outcome.token_ids)
             for finished in outcome.finished:
@@ -140,10 +139,18 @@ class CoreSubject:
         self._samples.cpu_ns.append(end_cpu_ns - cpu_ns)
         self._samples.wall_ns.append(end_wall_ns - wall_ns)
 
-    def _book(self, plan: StepPlan | None) -> None:
+    def _book(self, plan: StepPlan | None) -> bool:
         if plan is None:
-            raise AssertionError("the load does not keep the lane busy")
+            return False
         self._in_flight.append(self._mirror.rows_of(plan))
+        return True
+
+    def _fill_window(self) -> None:
+        """Plans up to the overlap depth: at the start, and where the step before found no row that could run."""
+        while len(self._in_flight) <= OVERLAP_DEPTH and self._book(self._scheduler.plan(_LANE).plan):
+            pass
+        if not self._in_flight:
+            raise AssertionError("the load does not keep the lane busy")
 
     def _fill(self) -> None:
         """Keeps the load's backlog waiting."""
