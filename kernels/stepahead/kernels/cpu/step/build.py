@@ -2,7 +2,8 @@
 
 The cache is the user's (XDG_CACHE_HOME or ~/.cache, below `stepahead`), or the directory that
 STEPAHEAD_KERNEL_CACHE names. A library's name holds a digest of sources, flags and compiler version: a changed
-source is another file, and an old one is never loaded by mistake.
+source is another file, and an old one is never loaded by mistake. An image without a compiler names the library that
+was built with it in STEPAHEAD_STEP_LIBRARY.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CACHE_ENV = "STEPAHEAD_KERNEL_CACHE"
+LIBRARY_ENV = "STEPAHEAD_STEP_LIBRARY"
 COMPILER_ENV = "CXX"
 SOURCE_DIRECTORY = Path(__file__).parent / "csrc"
 
@@ -43,8 +45,13 @@ def built_library() -> Path:
     Several processes may call this at once: one compiles, the others wait.
 
     Raises:
-        BuildUnavailable: other machine than x86-64 Linux, no compiler, a compiler that fails, or no writable cache.
+        BuildUnavailable: other machine than x86-64 Linux, no compiler, a compiler that fails, no writable cache, or
+            STEPAHEAD_STEP_LIBRARY names no file.
     """
+    if named := os.environ.get(LIBRARY_ENV):
+        if not Path(named).is_file():
+            raise BuildUnavailable(f"{LIBRARY_ENV} names {named}, which is no file")
+        return Path(named)
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise BuildUnavailable(f"it is written for x86-64 Linux, this is {sys.platform} on {platform.machine()}")
     compiler, version = _compiler()

@@ -58,7 +58,7 @@ static void derive_sizes(Model& m) {
   m.tile_elements = TILE_TOKENS * m.padded_head;
 }
 
-// One core per thread where the process has exactly that many; otherwise the system places the threads.
+// If asked, one core per thread where the process has exactly that many; otherwise the system places the threads.
 static Pool* make_pool(const Dims& dims) {
   int cpus[CPU_SETSIZE], num_cpus = 0;
   cpu_set_t allowed;

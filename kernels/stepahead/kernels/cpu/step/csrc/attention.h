@@ -29,21 +29,28 @@ struct Part {
   int num_tiles;
 };
 
+// Tiles of a sequence's first `count` tokens.
+inline int64_t tiles_of(const step::Model& m, int64_t count) {
+  const int64_t block_size = m.cache.block_size;
+  return (count - 1) / block_size * m.tiles_per_block + (count - 1) % block_size / step::TILE_TOKENS + 1;
+}
+
 template <class P>
 Part<P> find_part(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task,
-                  int64_t first_tile, int64_t end_tile) {
+                  int64_t first_tile, int64_t num_tiles) {
   using Weight = typename P::Weight;
   const int32_t* table = batch.block_tables + static_cast<int64_t>(task.row) * batch.table_width;
   Part<P> part;
-  part.num_tiles = static_cast<int>(end_tile - first_tile);
+  const int64_t rest = num_tiles - first_tile;
+  part.num_tiles = static_cast<int>(rest < step::PART_TILES ? rest : step::PART_TILES);
   for (int i = 0; i < part.num_tiles; i++) {
     const int64_t index = (first_tile + i) / m.tiles_per_block, inside = (first_tile + i) % m.tiles_per_block;
     const int64_t start = step::block_offset(m, layer, table[index], task.kv_head) + inside * m.tile_elements;
     part.keys[i] = reinterpret_cast<const Weight*>(m.keys) + start;
     part.values[i] = reinterpret_cast<const Weight*>(m.values) + start;
     part.position[i] = index * m.cache.block_size + inside * step::TILE_TOKENS;
-    const int64_t rest = m.cache.block_size - inside * step::TILE_TOKENS;
-    part.capacity[i] = static_cast<int>(rest < step::TILE_TOKENS ? rest : step::TILE_TOKENS);
+    const int64_t room = m.cache.block_size - inside * step::TILE_TOKENS;
+    part.capacity[i] = static_cast<int>(room < step::TILE_TOKENS ? room : step::TILE_TOKENS);
   }
   return part;
 }
@@ -66,9 +73,14 @@ void score_keys(const step::Model& m, const Part<P>& part, const typename P::Act
     const auto* b1 = part.keys[w / PER_TILE] + w % PER_TILE * P::WIDTH * P::GROUP;
     for (int q = 0; q < num_queries; q += P::ROWS) {
       const int rows = num_queries - q < P::ROWS ? num_queries - q : P::ROWS;
-      const Run<P> run = {queries + q * m.padded_head, b0, b1, m.padded_head / P::GROUP};
-      multiply_rows<P, false>(rows)(&run, 1, m.padded_head, step::TILE_TOKENS * P::GROUP,
-                                    scores + q * step::PART_KEYS + v * P::WIDTH, step::PART_KEYS);
+      Run<P> run = {queries + q * m.padded_head, b0, b1, m.padded_head / P::GROUP, {}};
+      float* out = scores + q * step::PART_KEYS + v * P::WIDTH;
+      // The first rows fetch the values that belong to the keys: they are wanted as soon as the weights are known.
+      run.ahead[0] = reinterpret_cast<const char*>(part.values[v / PER_TILE] + (b0 - part.keys[v / PER_TILE]));
+      run.ahead[1] = reinterpret_cast<const char*>(part.values[w / PER_TILE] + (b1 - part.keys[w / PER_TILE]));
+      (q == 0 ? multiply_rows<P, 2> : multiply_rows<P, 0>)(rows)(
+          &run, 1, m.padded_head, step::TILE_TOKENS * P::GROUP,
+          step::TILE_TOKENS * P::GROUP * sizeof(typename P::Weight), out, step::PART_KEYS);
     }
   }
 }
@@ -97,22 +109,23 @@ void weigh_keys(const Part<P>& part, int64_t visible, const float* scores, typen
   *sum = P::sum(total);
 }
 
-// out[q] = sum over the part's tokens of weight x value.
+// out[q] = sum over the part's tokens of weight x value. On the way it fetches keys of the next part: those are the
+// first thing wanted afterwards, and nothing else would have asked memory for them.
 template <class P>
-void mix_values(const step::Model& m, const Part<P>& part, int64_t visible, const typename P::Activation* weights,
-                int num_queries, typename P::Weight* last_pair, float* out) {
+void mix_values(const step::Model& m, const Part<P>& part, const Part<P>& next, int64_t visible,
+                const typename P::Activation* weights, int num_queries, typename P::Weight* last_pair, float* out) {
   Run<P> runs[step::PART_TILES + 1];
   int num_runs = 0;
   for (int i = 0; i < part.num_tiles; i++) {
     const int count = tokens_seen(part, i, visible), whole = count / P::GROUP;
     const int column = i * step::TILE_TOKENS;
-    if (whole) runs[num_runs++] = {weights + column, part.values[i], nullptr, whole};
+    if (whole) runs[num_runs++] = {weights + column, part.values[i], nullptr, whole, {}};
     if (count % P::GROUP == 0) continue;
     // The other half of the last pair belongs to nobody yet: a NaN left there by a failed former owner, times the
     // weight 0, would be NaN.
     const auto* pair = part.values[i] + whole * P::GROUP * m.padded_head;
     for (int64_t e = 0; e < m.padded_head; e++) last_pair[e * P::GROUP] = pair[e * P::GROUP];
-    runs[num_runs++] = {weights + column + whole * P::GROUP, last_pair, nullptr, 1};
+    runs[num_runs++] = {weights + column + whole * P::GROUP, last_pair, nullptr, 1, {}};
   }
   for (int64_t e = 0; e < m.padded_head; e += 2 * P::WIDTH)
     for (int q = 0; q < num_queries; q += P::ROWS) {
@@ -120,10 +133,13 @@ void mix_values(const step::Model& m, const Part<P>& part, int64_t visible, cons
       Run<P> shifted[step::PART_TILES + 1];
       for (int i = 0; i < num_runs; i++) {
         const auto* b0 = runs[i].b0 + e * P::GROUP;
-        shifted[i] = {runs[i].a + q * step::PART_KEYS, b0, b0 + P::WIDTH * P::GROUP, runs[i].steps};
+        const auto* keys = i < next.num_tiles ? next.keys[i] + e * step::TILE_TOKENS : b0;
+        const char* ahead = reinterpret_cast<const char*>(keys);
+        shifted[i] = {runs[i].a + q * step::PART_KEYS, b0, b0 + P::WIDTH * P::GROUP, runs[i].steps, {ahead, ahead + 64}};
       }
-      multiply_rows<P, false>(rows)(shifted, num_runs, step::PART_KEYS, m.padded_head * P::GROUP,
-                                    out + q * m.padded_head + e, m.padded_head);
+      (q == 0 ? multiply_rows<P, 2> : multiply_rows<P, 0>)(rows)(shifted, num_runs, step::PART_KEYS,
+                                                                 m.padded_head * P::GROUP, 128,
+                                                                 out + q * m.padded_head + e, m.padded_head);
     }
 }
 
@@ -153,21 +169,24 @@ void attend(step::Model& m, const step::Batch& batch, int layer, const step::Att
   const int64_t begin = batch.query_start_loc[task.row], end = batch.query_start_loc[task.row + 1];
   const int64_t first_position = batch.seq_lens[task.row] - (end - begin);
   auto visible = [&](int q) { return first_position + (task.first_query + q) / m.group_heads + 1; };
-  const int64_t most = visible(task.num_queries - 1), block_size = m.cache.block_size;
-  const int64_t num_tiles =
-      (most - 1) / block_size * m.tiles_per_block + (most - 1) % block_size / step::TILE_TOKENS + 1;
+  const int64_t most = visible(task.num_queries - 1), num_tiles = tiles_of(m, most);
   const int64_t place = (task.kv_head * m.cache.max_tokens + begin) * m.group_heads + task.first_query;
   const auto* queries = reinterpret_cast<const typename P::Activation*>(m.queries) + place * m.padded_head;
 
+  Part<P> next = find_part<P>(m, batch, layer, task, 0, num_tiles);
   for (int64_t tile = 0; tile < num_tiles; tile += step::PART_TILES) {
-    const int64_t end_tile = tile + step::PART_TILES < num_tiles ? tile + step::PART_TILES : num_tiles;
-    const Part<P> part = find_part<P>(m, batch, layer, task, tile, end_tile);
+    const Part<P> part = next;
+    const bool last = tile + step::PART_TILES >= num_tiles;
+    if (!last)
+      next = find_part<P>(m, batch, layer, task, tile + step::PART_TILES, num_tiles);
+    else if (&task + 1 < m.tasks + m.num_tasks)  // most likely this thread's next task
+      next = find_part<P>(m, batch, layer, (&task)[1], 0, tiles_of(m, batch.seq_lens[(&task)[1].row]));
     score_keys<P>(m, part, queries, task.num_queries, scratch.scores);
     for (int q = 0; q < task.num_queries; q++)
       weigh_keys<P>(part, visible(q), scratch.scores + q * step::PART_KEYS, scratch.weights + q * step::PART_KEYS,
                     scratch.part_largest + q, scratch.part_sum + q);
     float* out = tile == 0 ? result : part_result;
-    mix_values<P>(m, part, most, scratch.weights, task.num_queries, last_pair, out);
+    mix_values<P>(m, part, next, most, scratch.weights, task.num_queries, last_pair, out);
     for (int q = 0; q < task.num_queries; q++) {
       if (tile == 0) {
         scratch.largest[q] = scratch.part_largest[q];

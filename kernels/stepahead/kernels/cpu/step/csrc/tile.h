@@ -12,27 +12,38 @@
 
 namespace {
 
-static constexpr int PREFETCH_BYTES = 3072;  // ahead in the weight stream; 2 to 4 KiB measured best
-
 template <class P, int R>
 struct Sums {
   typename P::F v[R][2];
 };
 
-// b0 and b1 point at the two vectors of columns, `b_step` elements apart from one input group to the next.
-template <class P, int R, bool PREFETCH>
-STEP_INLINE void multiply_add(Sums<P, R>& sums, const typename P::Activation* a, int64_t a_stride,
-                              const typename P::Weight* b0, const typename P::Weight* b1, int64_t b_step,
-                              int64_t steps) {
+// One run of inputs of a multiplication; a matrix is one run, the values of a sequence are one per KV tile.
+template <class P>
+struct Run {
+  const typename P::Activation* a;
+  const typename P::Weight *b0, *b1;  // the two vectors of columns at the first input
+  int64_t steps;                      // input groups
+  const char* ahead[2];               // memory to fetch on the way, a cache line of each per step
+};
+
+// Multiplies one run; LINES of `ahead` (0, 1 or 2) are fetched, `ahead_step` bytes further each step.
+template <class P, int R, int LINES>
+STEP_INLINE void multiply_add(Sums<P, R>& sums, const Run<P>& run, int64_t a_stride, int64_t b_step,
+                              int64_t ahead_step) {
   const typename P::Activation* rows[(R + 2) / 3];  // every third row: the two after it are one or two strides on
+  const typename P::Weight *b0 = run.b0, *b1 = run.b1;
+  const char *ahead0 = run.ahead[0], *ahead1 = run.ahead[1];
 #pragma GCC unroll 4
-  for (int i = 0; i < (R + 2) / 3; i++) rows[i] = a + 3 * i * a_stride;
-  for (int64_t k = 0; k < steps; k++) {
+  for (int i = 0; i < (R + 2) / 3; i++) rows[i] = run.a + 3 * i * a_stride;
+  for (int64_t k = 0; k < run.steps; k++) {
     const auto right0 = P::weights(b0), right1 = P::weights(b1);
-    if (PREFETCH) {
-      const char* ahead = reinterpret_cast<const char*>(b0) + PREFETCH_BYTES;
-      __builtin_prefetch(ahead);
-      if (P::WIDTH * P::GROUP * sizeof(*b0) > 32) __builtin_prefetch(ahead + 64);
+    if (LINES > 0) {
+      __builtin_prefetch(ahead0);
+      ahead0 += ahead_step;
+    }
+    if (LINES > 1) {
+      __builtin_prefetch(ahead1);
+      ahead1 += ahead_step;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -47,22 +58,14 @@ STEP_INLINE void multiply_add(Sums<P, R>& sums, const typename P::Activation* a,
   }
 }
 
-// One run of inputs of a multiplication; a matrix is one run, the values of a sequence are one per KV tile.
-template <class P>
-struct Run {
-  const typename P::Activation* a;
-  const typename P::Weight *b0, *b1;
-  int64_t steps;
-};
-
 // c[r] = sum over all runs, R rows of two vectors, `c_stride` floats apart.
-template <class P, int R, bool PREFETCH>
-void multiply_runs(const Run<P>* runs, int num_runs, int64_t a_stride, int64_t b_step, float* c, int64_t c_stride) {
+template <class P, int R, int LINES>
+void multiply_runs(const Run<P>* runs, int num_runs, int64_t a_stride, int64_t b_step, int64_t ahead_step, float* c,
+                   int64_t c_stride) {
   Sums<P, R> sums;
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) sums.v[r][0] = sums.v[r][1] = P::zero();
-  for (int i = 0; i < num_runs; i++)
-    multiply_add<P, R, PREFETCH>(sums, runs[i].a, a_stride, runs[i].b0, runs[i].b1, b_step, runs[i].steps);
+  for (int i = 0; i < num_runs; i++) multiply_add<P, R, LINES>(sums, runs[i], a_stride, b_step, ahead_step);
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) {
     P::store(c + r * c_stride, sums.v[r][0]);
@@ -71,18 +74,18 @@ void multiply_runs(const Run<P>* runs, int num_runs, int64_t a_stride, int64_t b
 }
 
 template <class P>
-using Multiply = void (*)(const Run<P>*, int, int64_t, int64_t, float*, int64_t);
+using Multiply = void (*)(const Run<P>*, int, int64_t, int64_t, int64_t, float*, int64_t);
 
-template <class P, bool PREFETCH, int... R>
+template <class P, int LINES, int... R>
 constexpr Multiply<P> multiply_for(int rows, std::integer_sequence<int, R...>) {
-  constexpr Multiply<P> table[] = {multiply_runs<P, R + 1, PREFETCH>...};
+  constexpr Multiply<P> table[] = {multiply_runs<P, R + 1, LINES>...};
   return table[rows - 1];
 }
 
 // The multiplication for 1 .. P::ROWS rows.
-template <class P, bool PREFETCH>
+template <class P, int LINES>
 Multiply<P> multiply_rows(int rows) {
-  return multiply_for<P, PREFETCH>(rows, std::make_integer_sequence<int, P::ROWS>());
+  return multiply_for<P, LINES>(rows, std::make_integer_sequence<int, P::ROWS>());
 }
 
 // e^x to about one unit in the last place, exactly 1 at 0; below -87 it stays at the smallest normal number. Cephes'
