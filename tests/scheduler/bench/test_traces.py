@@ -14,7 +14,7 @@ from stepahead.scheduler.bench.simulated_lane import DeviceSpeed
 from stepahead.scheduler.bench.trace_files import Trace, TraceError, TraceRequest, read_trace
 from stepahead.scheduler.bench.trace_prompts import PromptMaker, reuse_of, scaled
 from stepahead.scheduler.bench.trace_report import figures_of
-from stepahead.scheduler.core import Finished, FinishReason, RequestKey, Scheduler, SchedulerConfig
+from stepahead.scheduler.core import Finished, FinishReason, Ordering, RequestKey, Scheduler, SchedulerConfig
 from tests.scheduler.bench.traces import conversations, options, write_azure, write_mooncake
 
 
@@ -199,6 +199,17 @@ def test_every_request_of_a_crowded_trace_ends_once(tmp_path: Path, depth: int, 
     assert figures.jain_index is not None
     assert 0.25 <= figures.jain_index <= 1
     assert (figures.preemptions_per_1000_tokens > 0) == (num_blocks == 48)
+
+
+def test_fair_shares_are_fairer_than_arrival_order(tmp_path: Path):
+    trace = read_trace(write_mooncake(tmp_path / "m.jsonl", conversations(200)))
+    trace = scaled(trace, length_scale=1 / 64, speed=40)
+    indices: dict[Ordering, float] = {}
+    for ordering in (Ordering.FCFS, Ordering.FAIR):
+        replay = Replay(trace, options(scheduler=SchedulerConfig(overlap_depth=1, ordering=ordering)))
+        replay.run()
+        indices[ordering] = jain_index(replay.service.rates())
+    assert indices[Ordering.FAIR] > indices[Ordering.FCFS] + 0.05
 
 
 def test_the_same_trace_gives_the_same_schedule(tmp_path: Path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import count
 
 from stepahead.scheduler.bench.fairness import ServiceMeter, TenantPicker
@@ -30,7 +30,6 @@ from stepahead.scheduler.core.invariants import check_invariants
 
 _SAMPLED_TOKEN_ID = 7
 """What every row samples; in no prompt, and no stop id: answers are as long as the trace says."""
-_REQUEST_FIELDS = frozenset(field.name for field in fields(Request))
 
 
 class ReplayFailure(Exception):
@@ -144,10 +143,8 @@ class Replay:
             key=RequestKey(index + 1),
             prompt_token_ids=self._prompts.prompt_of(index, recorded),
             max_tokens=max(1, recorded.num_output_tokens),
+            tenant=f"tenant-{tenant}",
         )
-        # A core without fair share knows no tenants; the figures are taken all the same.
-        if "tenant" in _REQUEST_FIELDS:
-            request = replace(request, tenant=f"tenant-{tenant}")
         self.num_calls += 1
         try:
             self.scheduler.add_request(request)

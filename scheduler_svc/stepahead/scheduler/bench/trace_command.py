@@ -15,7 +15,7 @@ from stepahead.scheduler.bench.simulated_lane import DeviceSpeed
 from stepahead.scheduler.bench.trace_files import TraceError, read_trace
 from stepahead.scheduler.bench.trace_prompts import scaled
 from stepahead.scheduler.bench.trace_report import TraceFigures, figures_of, trace_table
-from stepahead.scheduler.core import LaneConfig, SchedulerConfig
+from stepahead.scheduler.core import LaneConfig, Ordering, SchedulerConfig
 from stepahead.scheduler.core.invariants import InvariantViolation
 
 
@@ -38,6 +38,10 @@ from stepahead.scheduler.core.invariants import InvariantViolation
 @click.option("--block-size", type=click.IntRange(1), default=16, help="Tokens per KV block.")
 @click.option("--overlap-depth", type=click.IntRange(0, 8), default=1, help="Steps planned ahead of results.")
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes.")
+@click.option(
+    "--ordering", type=click.Choice([each.value for each in Ordering]), default=Ordering.FCFS.value,
+    help="Who of the waiting goes first.",
+)  # fmt: skip
 @click.option("--tenants", type=click.IntRange(1), default=8, help="Synthetic tenants, the first the busiest.")
 @click.option("--check-every", type=click.IntRange(0), default=1000, help="Steps per check of all invariants.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
@@ -50,6 +54,7 @@ def traces(
     limit: int | None,
     scale: float,
     speed: float,
+    ordering: str,
     as_json: bool,
     **values: float,
 ) -> None:
@@ -59,7 +64,7 @@ def traces(
     one large accelerator with room for a million tokens; attention over long contexts is not counted.
     """
     paths = _paths(files, folder)
-    options = _options(values)
+    options = _options(values, Ordering(ordering))
     figures: list[TraceFigures] = []
     for path in paths:
         try:
@@ -92,7 +97,7 @@ def _paths(files: tuple[str, ...], folder: Path | None) -> list[Path]:
     return paths
 
 
-def _options(values: dict[str, float]) -> ReplayOptions:
+def _options(values: dict[str, float], ordering: Ordering) -> ReplayOptions:
     def whole(name: str) -> int:
         return int(values[name])
 
@@ -112,7 +117,9 @@ def _options(values: dict[str, float]) -> ReplayOptions:
         num_lanes=whole("lanes"),
         speed=DeviceSpeed(round(values["step_ms"] * 1e6), round(values["token_us"] * 1e3)),
         scheduler=SchedulerConfig(
-            overlap_depth=whole("overlap_depth"), prefix_caching=bool(values["prefix_caching"])
+            overlap_depth=whole("overlap_depth"),
+            ordering=ordering,
+            prefix_caching=bool(values["prefix_caching"]),
         ),
         num_tenants=whole("tenants"),
         check_every=whole("check_every"),
