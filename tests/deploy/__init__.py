@@ -1,0 +1,1 @@
+"""Images, compose files and manifests."""
