@@ -53,7 +53,7 @@ CASES = (
         (1, 2, 3, 4),
         "Small steps help",
         FinishReason.STOP,
-        "the end token ends it, although five more tokens were allowed",
+        "the end token ends it, although four more tokens were allowed",
     ),
     Case(
         _TABLE_MODEL,
