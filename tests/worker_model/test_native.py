@@ -4,16 +4,23 @@ import copy
 
 import numpy as np
 import pytest
+import structlog
 import torch
+from safetensors.torch import load_file, save_file
 
-from stepahead.kernels.cpu.step.library import InstructionSet, instruction_sets
-from stepahead.worker.model import cpu_runner
-from stepahead.worker.model.registry import make_runner
+from stepahead.kernels.cpu.step.build import BuildUnavailable
+from stepahead.kernels.cpu.step.library import InstructionSet
+from stepahead.worker.errors import ModelError
+from stepahead.worker.model import cpu_runner, native_engine
+from stepahead.worker.model.registry import KERNELS_ENV, make_runner
+from tests.kernels.step_model import available_sets
 from tests.worker_model.conftest import VARIANTS, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 
 PROMPT = np.random.default_rng(4).integers(3, VOCAB_SIZE, 19).tolist()
-SETS = [isa.name for isa in instruction_sets()]
+SETS = available_sets()
+
+needs_native = pytest.mark.skipif(not SETS, reason="the step library cannot be built here")
 
 
 @pytest.fixture
@@ -110,3 +117,85 @@ def test_h7_the_same_bits_however_tokens_are_batched(tiny, native, variant, dtyp
     for options in ({"threads": 2}, {"threads": 3}, {"num_blocks": 400, "block_size": 32}):
         driver = native(model, isa, dtype, **{**sizes, **options})
         np.testing.assert_array_equal(last_logits(driver, prompt, [60, 41]), expected, str(options))
+
+
+@needs_native
+def test_j10_a_row_of_nan_fails_alone(tiny, native):
+    model = tiny("llama-mha")
+    driver = native(model)
+    bad, good = driver.admit(PROMPT), driver.admit(PROMPT[:7])
+    driver.step([(bad, 5), (good, 7)])
+    for part in driver.runner._model[1].step.cache_memory():
+        part[:, bad.blocks[0]] = np.nan
+    assert driver.step([(good, 1), (bad, len(PROMPT) - 5)]) == [0, 1]
+    driver.run([good], 6)
+    assert good.outputs == model.greedy(PROMPT[:7], 6)
+
+
+@needs_native
+def test_sampled_rows_and_greedy_rows_share_a_step(tiny, native):
+    model = tiny("llama-gqa-tied")
+    sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 77}
+    driver = native(model, num_blocks=200)
+    expected = driver.run([driver.admit(PROMPT, **sampling)], 8)[0]
+    seqs = [driver.admit(PROMPT), driver.admit(PROMPT, **sampling), driver.admit(PROMPT[:9])]
+    driver.run(seqs, 8)
+    assert [seq.outputs for seq in seqs] == [model.greedy(PROMPT, 8), expected, model.greedy(PROMPT[:9], 8)]
+
+
+@needs_native
+def test_facts_and_progress(tiny):
+    model = tiny("llama-gqa-tied")
+    calls = []
+    runner = make_runner(str(model.path), dtype="bfloat16", threads=1, kernels="native")
+    facts = runner.load(lambda *call: calls.append(call))
+    assert facts.weight_bytes == 2 * sum(parameter.numel() for parameter in model.model.parameters())
+    assert facts.kv_bytes_per_token == 3 * 2 * 2 * 32 * 2  # a head of 8 takes 32
+    assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
+    assert calls[-1] == ("weights", *[(model.path / "model.safetensors").stat().st_size] * 2)
+
+
+def test_torch_takes_over_where_nothing_can_be_compiled(tiny, monkeypatch):
+    def unavailable():
+        raise BuildUnavailable("there is no compiler")
+
+    monkeypatch.setattr(native_engine, "instruction_sets", unavailable)
+    model = tiny("llama-mha")
+    with structlog.testing.capture_logs() as logs:
+        driver = Driver(make_runner(str(model.path), dtype="float32", threads=1, kernels="auto"))
+    assert [(log["event"], log.get("reason")) for log in logs] == [
+        ("native_kernels_unavailable", "there is no compiler"),
+        ("model_loaded", None),
+    ]
+    assert logs[1]["kernels"] == "torch"
+    assert driver.run([driver.admit(PROMPT)], 4) == [model.greedy(PROMPT, 4)]
+    with pytest.raises(ModelError, match="native CPU kernels are not available: there is no compiler"):
+        make_runner(str(model.path), kernels="native").load(lambda *call: None)
+    monkeypatch.setattr(native_engine, "instruction_sets", lambda: ())
+    with pytest.raises(ModelError, match="no AVX2"):
+        make_runner(str(model.path), kernels="native").load(lambda *call: None)
+
+
+@needs_native
+def test_the_environment_chooses_the_kernels(tiny, monkeypatch):
+    path = str(tiny("llama-mha").path)
+    for value in ("torch", "native"):
+        monkeypatch.setenv(KERNELS_ENV, value)
+        with structlog.testing.capture_logs() as logs:
+            make_runner(path, threads=1).load(lambda *call: None)
+        assert logs[-1]["kernels"].startswith(value)
+    monkeypatch.setenv(KERNELS_ENV, "fast")
+    with pytest.raises(ModelError, match="kernels 'fast' do not exist; there are auto, native, torch"):
+        make_runner(path)
+
+
+@pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+@needs_native
+def test_a_missing_tensor_is_named(tiny, tmp_path, missing):
+    source = tiny("llama-mha").path
+    tensors = load_file(source / "model.safetensors")
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(ModelError, match=missing):
+        make_runner(str(tmp_path), threads=1, kernels="native").load(lambda *call: None)

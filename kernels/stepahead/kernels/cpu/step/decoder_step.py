@@ -73,8 +73,8 @@ class DecoderStep:
             dtype: of weights and KV cache, torch.bfloat16 or torch.float32. Sums and the residual are float32.
             isa: one of `instruction_sets()`.
             num_threads: 1 .. 256; they run on the cores this process may use.
-            pin_threads: ties each to a core of its own, where there are as many. Measured beside a busy neighbour: a
-                pinned thread waits out its neighbour's time slice, a free one moves (8 rows: 44 against 31 ms).
+            pin_threads: ties each to a core of its own, where there are as many. Beside a busy neighbour a pinned
+                thread waits out the neighbour's time slice, a free one moves (8 rows: 44 against 31 ms).
 
         Raises:
             BuildUnavailable: the library cannot be built or opened here.

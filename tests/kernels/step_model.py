@@ -1,0 +1,141 @@
+"""A random decoder, in the compiled step and in the NumPy reference, for tests of the step library."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stepahead.kernels.cpu.step.build import BuildUnavailable
+from stepahead.kernels.cpu.step.decoder_step import DecoderStep, StepShape, tensor_shape
+from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
+from stepahead.kernels.ops import StepLayout
+from stepahead.kernels.reference.attention import paged_attention, write_kv
+from stepahead.kernels.reference.elementwise import rms_norm, silu_mul
+from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
+
+MAX_POSITIONS = 400
+
+
+def available_sets():
+    """Names of the instruction sets that run here; empty (tests are skipped) where nothing can be compiled."""
+    try:
+        return [isa.name for isa in instruction_sets()]
+    except BuildUnavailable:
+        return []
+
+
+def shape_of(**sizes):
+    """A small decoder whose sizes fit no tile, changed by `sizes`."""
+    fields = {
+        "num_layers": 2,
+        "hidden_size": 40,
+        "intermediate_size": 72,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 99,
+        "norm_eps": 1e-5,
+        "tied_head": True,
+        **sizes,
+    }
+    head_dim = fields["head_dim"]
+    rope = RopeConfig(head_dim=head_dim, theta=10_000.0)
+    return StepShape(**fields, rope=rope, attention_scale=head_dim**-0.5)
+
+
+def random_weights(shape, *, biases, qk_norm, seed=0):
+    """(kind, layer) -> float32 array, for every weight the shape has."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for kind in TensorKind:
+        if (kind.name.endswith("BIAS") and not biases) or (kind.name in ("QUERY_NORM", "KEY_NORM") and not qk_norm):
+            continue
+        if kind == TensorKind.EMBEDDING and shape.tied_head:
+            continue
+        once = kind in (TensorKind.EMBEDDING, TensorKind.HEAD, TensorKind.FINAL_NORM)
+        for layer in range(1 if once else shape.num_layers):
+            size = tensor_shape(shape, kind)
+            scale = 0.3 if len(size) == 1 else size[-1] ** -0.5
+            array = rng.normal(scale=scale, size=size) + (1 if kind.name.endswith("NORM") else 0)
+            weights[kind, layer] = array.astype(np.float32)
+    return weights
+
+
+def make_step(shape, weights, isa, *, dtype=torch.float32, num_threads=2, num_blocks=40, block_size=16, **options):
+    """A step with weights and cache."""
+    step = DecoderStep(shape, dtype, InstructionSet[isa], num_threads, **options)
+    for (kind, layer), array in weights.items():
+        step.set_tensor(kind, layer, torch.from_numpy(array))
+    step.allocate(num_blocks=num_blocks, block_size=block_size, max_tokens=300, max_positions=MAX_POSITIONS)
+    return step
+
+
+def layout_of(rows, block_tables, block_size=16):
+    """rows: (first position, tokens) for each block table."""
+    positions, slots = [], []
+    for (start, count), blocks in zip(rows, block_tables, strict=True):
+        for position in range(start, start + count):
+            positions.append(position)
+            slots.append(blocks[position // block_size] * block_size + position % block_size)
+    width = max(len(blocks) for blocks in block_tables)
+    return StepLayout(
+        positions=np.array(positions, np.int64),
+        slot_mapping=np.array(slots, np.int64),
+        query_start_loc=np.cumsum([0, *(count for _, count in rows)]).astype(np.int32),
+        seq_lens=np.array([start + count for start, count in rows], np.int32),
+        # What lies past a row's need must not be read: here, blocks that do not exist.
+        block_tables=np.array([[*blocks, *[10**6] * (width - len(blocks))] for blocks in block_tables], np.int32),
+    )
+
+
+class ReferenceDecoder:
+    """The decoder out of the reference operations, in float32 and float64."""
+
+    def __init__(self, shape, weights, num_blocks=40, block_size=16):
+        self.shape = shape
+        self.weights = weights
+        cache = (num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim)
+        self.caches = [np.zeros(cache, np.float32) for _ in range(shape.num_layers)]
+        self.tables = rope_tables(shape.rope, MAX_POSITIONS)
+
+    def linear(self, x, kind, layer=0):
+        result = x.astype(np.float64) @ self.weights[kind, layer].astype(np.float64).T
+        bias = None if kind == TensorKind.HEAD else self.weights.get((TensorKind[f"{kind.name}_BIAS"], layer))
+        return (result if bias is None else result + bias).astype(np.float32)
+
+    def norm(self, x, kind, layer=0):
+        weight = self.weights.get((kind, layer))
+        return x if weight is None else rms_norm(x, weight, self.shape.norm_eps)
+
+    def attention(self, x, layer, layout):
+        shape, parts = self.shape, {}
+        for kind in (TensorKind.QUERY, TensorKind.KEY, TensorKind.VALUE):
+            parts[kind] = self.linear(x, kind, layer).reshape(len(x), -1, shape.head_dim)
+        queries = self.norm(parts[TensorKind.QUERY], TensorKind.QUERY_NORM, layer)
+        keys = self.norm(parts[TensorKind.KEY], TensorKind.KEY_NORM, layer)
+        queries, keys = (apply_rope(heads, layout.positions, *self.tables) for heads in (queries, keys))
+        write_kv(self.caches[layer], keys, parts[TensorKind.VALUE], layout.slot_mapping)
+        starts = layout.query_start_loc
+        mixed = [
+            paged_attention(
+                queries[starts[row] : starts[row + 1]],
+                self.caches[layer],
+                layout.block_tables[row],
+                int(layout.seq_lens[row]),
+                shape.attention_scale,
+            )
+            for row in range(len(starts) - 1)
+        ]
+        return np.concatenate(mixed).reshape(len(x), -1)
+
+    def forward(self, token_ids, layout):
+        """Logits of all tokens."""
+        table = TensorKind.HEAD if self.shape.tied_head else TensorKind.EMBEDDING
+        x = self.weights[table, 0][token_ids]
+        for layer in range(self.shape.num_layers):
+            mixed = self.attention(self.norm(x, TensorKind.ATTENTION_NORM, layer), layer, layout)
+            x = x + self.linear(mixed, TensorKind.OUTPUT, layer)
+            normed = self.norm(x, TensorKind.MLP_NORM, layer)
+            gate_up = [self.linear(normed, kind, layer) for kind in (TensorKind.GATE, TensorKind.UP)]
+            x = x + self.linear(silu_mul(np.concatenate(gate_up, axis=-1)), TensorKind.DOWN, layer)
+        return self.linear(self.norm(x, TensorKind.FINAL_NORM), TensorKind.HEAD)
