@@ -14,7 +14,7 @@ STATE=${STATE:-${TMPDIR:-/tmp}/stepahead-compose-test}
 ENGINE=${ENGINE:-private}
 PYTHON_IMAGE=${PYTHON_IMAGE:-$(sed -n 's/^ARG PYTHON_IMAGE=//p' worker_svc/Dockerfile)}
 BUILD_IMAGE=$PYTHON_IMAGE
-export PYTHON_IMAGE BUILD_IMAGE COMPOSE_PROJECT_NAME=stepahead-test COMPOSE_BAKE=false
+export PYTHON_IMAGE BUILD_IMAGE COMPOSE_PROJECT_NAME=stepahead-test
 # shellcheck source=scripts/private_engine.sh
 source scripts/private_engine.sh
 
