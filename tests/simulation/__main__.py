@@ -14,7 +14,7 @@ from tests.simulation.world import World
 
 FAULT_COUNTERS = (
     "abort", "crash", "ghost", "expired", "preemptions", "overrun_rows", "sit_outs", "skips", "holes", "nans",
-    "failed_steps", "cached_blocks", "queue_full", "stop_texts", "chunks", "infeasible", "lost_sequences",
+    "failed_steps", "cached_blocks", "queue_full", "forks", "stop_texts", "chunks", "infeasible", "lost_sequences",
 )  # fmt: skip
 """Every kind of trouble the world knows; over enough seeds each must have happened."""
 

@@ -35,6 +35,8 @@ class Slot:
     block_ids: list[int]
     next_position: int
     cell: tuple[int, int] | None = None
+    copy: tuple[int, int] | None = None
+    """(source, destination) of a block copy that is made just before the slot's first row runs."""
     refeed: bool = False
     """The last row came back empty: its position may be fed again."""
 
@@ -111,6 +113,8 @@ class FakeWorker:
         if plan.committed_through < self.last_failed or self.rng.random() < self.rates[2]:
             step.failed, step.pending = True, []
             self.last_failed = plan.step_id
+            for row in rows:
+                self._copy_tail(row.state)  # a failed step's deltas stand
             self.counters["failed_steps"] += 1
         self.steps.append(step)
 
@@ -135,12 +139,17 @@ class FakeWorker:
                         row.slot != admission.slot, "E3", f"slot {row.slot} is still named by step {step.step_id}"
                     )
             size = self.limits.block_size
-            require(admission.num_settled_tokens % size == 0, "H5", "a cached prefix ends inside a block")
+            copied = dict(zip(plan.copy_dst_block_ids, plan.copy_src_block_ids, strict=True))
             require(admission.num_settled_tokens < len(admission.token_ids), "H5", "nothing is left to compute")
             num_cached = admission.num_settled_tokens // size
             self._check_shared(list(admission.block_ids[:num_cached]))
             self._check_blocks(list(admission.block_ids[num_cached:]), None)
             self.counters["cached_blocks"] += num_cached
+            tail = None
+            if admission.num_settled_tokens % size:
+                tail = admission.block_ids[num_cached]
+                require(tail in copied, "H5", "a prefix ends inside a block that is no copy")
+                self.counters["forks"] += 1
             self.slots[admission.slot] = Slot(
                 incarnation=admission.incarnation,
                 token_ids=list(admission.token_ids),
@@ -148,6 +157,7 @@ class FakeWorker:
                 sampling=admission.sampling,
                 block_ids=list(admission.block_ids),
                 next_position=admission.num_settled_tokens,
+                copy=None if tail is None else (copied[tail], tail),
             )
         for slot_id in plan.left_slots:
             require(slot_id in self.decode_set, "B7", f"slot {slot_id} leaves a set it is not in")
@@ -216,6 +226,7 @@ class FakeWorker:
         row.done = True
         slot = row.state
         size = self.limits.block_size
+        self._copy_tail(slot)
         places = [(row.block_ids[p // size], p % size) for p in range(row.start + row.count)]
         context = fold([self.memory.get(place, POISON) for place in places[: row.start]])
         for position in range(row.start, row.start + row.count):
@@ -235,6 +246,14 @@ class FakeWorker:
                 self._sample(row, slot, context)
         if row.samples and row.token is None:
             slot.refeed = True
+
+    def _copy_tail(self, slot: Slot) -> None:
+        if slot.copy is None:
+            return
+        source, destination = slot.copy
+        slot.copy = None
+        for offset in range(self.limits.block_size):
+            self.memory[destination, offset] = self.memory.get((source, offset), POISON)
 
     @staticmethod
     def _input_token(slot: Slot, position: int) -> int | None:

@@ -28,7 +28,7 @@ from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Sequence, Stay
 from stepahead.scheduler.core.waiting_queue import Line, WaitingQueue
-from tests.scheduler.core import test_ends, test_failures, test_preemption, test_prefill_and_decode
+from tests.scheduler.core import test_ends, test_failures, test_fork, test_preemption, test_prefill_and_decode
 from tests.simulation import fake_worker, world
 from tests.simulation.tagged_model import mix, next_token
 from tests.simulation.world import World
@@ -228,6 +228,36 @@ def _hit_the_whole_history(patch: pytest.MonkeyPatch) -> None:
 def _evict_without_forgetting(patch: pytest.MonkeyPatch) -> None:
     """A block is given out again and still answers to its old key."""
     patch.setattr(BlockPool, "forget", lambda pool, block_id: None)
+
+
+def _fork_before_the_parent_has_its_tail(patch: pytest.MonkeyPatch) -> None:
+    """A fork of a fork copies a block that is itself still to be copied."""
+    fork = placement._fork
+
+    def mutant(sequence: Sequence, lane: Lane, num_cached_blocks: int, parent: Sequence | None) -> object:
+        stay = parent.stay if parent is not None else None
+        if stay is not None and stay.num_settled == len(sequence.history) - 1:
+            stay._settled += 1
+            try:
+                return fork(sequence, lane, num_cached_blocks, parent)
+            finally:
+                stay._settled -= 1
+        return fork(sequence, lane, num_cached_blocks, parent)
+
+    patch.setattr(placement, "_fork", mutant)
+
+
+def _return_the_copied_block_at_once(patch: pytest.MonkeyPatch) -> None:
+    """The source of a copy may be given away before the step that copies it has completed (E1)."""
+    dispatch = planning._dispatch
+
+    def mutant(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_out: dict[Stay, None]) -> object:
+        plan = dispatch(lane, config, step, sitting_out)
+        lane.return_borrowed(step.borrowed)
+        step.borrowed = []
+        return plan
+
+    patch.setattr(planning, "_dispatch", mutant)
 
 
 # ------------------------------------------------------------------------------------------------ preemption
@@ -527,11 +557,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("H4: keys forget what came before", _keys_without_their_past, _rules("D4", "H5", "E4")),
     Mutation("H5: a full hit leaves nothing to feed", _hit_the_whole_history, _rules("H5", "A2")),
     Mutation("H6: an evicted block keeps its key", _evict_without_forgetting, _rules("D4", "H2", "H5", "E4", "E1")),
+    Mutation(
+        "E1: a copied block comes back early",
+        _return_the_copied_block_at_once,
+        _rules("test_a_copied_block_is_kept_until_the_copy_is_made"),
+        test_fork.test_a_copied_block_is_kept_until_the_copy_is_made,
+    ),
+    Mutation(
+        "H2: a fork of a fork copies too early",
+        _fork_before_the_parent_has_its_tail,
+        _rules("test_a_fork_of_a_fork_waits_for_the_copy"),
+        test_fork.test_a_fork_of_a_fork_waits_for_the_copy,
+    ),
     Mutation("C5/G3: resume from the prompt only", _resume_from_the_prompt, _rules("D4", "A5")),
     Mutation(
         "G4: resume before the token in flight",
         _resume_before_the_token_in_flight,
-        _rules("A2", "D4", "AssertionError"),
+        _rules("A2", "D4", "AssertionError", "SimulationFailure"),
     ),
     Mutation(
         "G1: tokens in flight at a preemption are dropped",
@@ -581,7 +623,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("B3: the window is one step too wide", _window_one_too_wide, _rules("B3")),
     Mutation("B5: results of any epoch are accepted", _accept_results_of_any_epoch, _rules("B5", "StepMismatch")),
     Mutation("A2: U is not rolled back", _keep_placeholders_of_failed_steps, _rules("A2", "A5", "A6")),
-    Mutation("A4: fed again among holes", _feed_again_before_the_holes_are_back, _rules("A1", "A2", "A4", "D4")),
+    Mutation(
+        "A4: fed again among holes",
+        _feed_again_before_the_holes_are_back,
+        _rules("A1", "A2", "A4", "D4", "AssertionError"),
+    ),
     Mutation(
         "J10: a row fault is retried",
         _row_faults_are_retried,

@@ -93,7 +93,7 @@ class World:
         self.now_ns = 0
         self.epoch = 0
         self.next_key = 1
-        self.to_submit = rng.randint(6, 24)
+        self.to_submit = rng.randint(18, 36)
         self.max_model_len = rng.choice([12, 24, 40])
         num_lanes = rng.choice([1, 1, 2])
         self.lanes = {LaneId(i): LaneWorld(None, self._limits()) for i in range(num_lanes)}
@@ -197,8 +197,9 @@ class World:
         key = RequestKey(self.next_key)
         self.next_key += 1
         max_tokens = rng.choice([1, 2, 3, 8, 20, 60])
+        fork_of = rng.choice(live) if (live := list(self.scheduler.sequences)) and rng.random() < 0.2 else None
         request = SimRequest(
-            prompt=self._prompt(),
+            prompt=self._prompt() if fork_of is None else self.clients[fork_of].request.prompt,
             max_tokens=max_tokens,
             min_tokens=rng.choice([0, 0, 1, min(3, max_tokens)]) if max_tokens > 1 else 0,
             stop_ids=frozenset(rng.sample(range(self.vocab), rng.choice([0, 1, 2]))),
@@ -207,6 +208,9 @@ class World:
         )
         deadline = self.now_ns + rng.randint(1, 40) if rng.random() < 0.1 else None
         queue_deadline = self.now_ns + rng.randint(1, 20) if rng.random() < 0.1 else None
+        salt = rng.choice(["", "", "other tenant"])
+        if fork_of is not None:
+            salt = self.scheduler.sequences[fork_of].request.cache_salt
         try:
             self.scheduler.add_request(
                 Request(
@@ -221,7 +225,8 @@ class World:
                     ),
                     priority=rng.choice([0, 0, 1, -1]) if self.config.ordering is Ordering.PRIORITY else 0,
                     tenant=rng.choice(["a", "b", "c"]),
-                    cache_salt=rng.choice(["", "", "other tenant"]),
+                    cache_salt=salt,
+                    fork_of=fork_of,
                     deadline_ns=deadline,
                     queue_deadline_ns=queue_deadline,
                 )

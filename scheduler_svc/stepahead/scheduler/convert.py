@@ -51,6 +51,8 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         message.append_slots.extend(plan.append_slots)
         message.append_counts.extend([1] * len(plan.append_slots))
         message.append_block_ids.extend(plan.append_block_ids)
+    message.copy_src_block_ids.extend(plan.copy_src_block_ids)
+    message.copy_dst_block_ids.extend(plan.copy_dst_block_ids)
     for admission in plan.admissions:
         message.admissions.append(_admission_to_proto(admission))
     message.joined_slots.extend(plan.joined_slots)

@@ -214,3 +214,5 @@ def _check_end(sequence: Sequence, token: int, outcome: CommitOutcome, finish: F
 def _close_fenced(lane: Lane, step: StepInFlight) -> None:
     for stay in step.fenced:
         lane.close(stay)
+    if step.borrowed:
+        lane.return_borrowed(step.borrowed)

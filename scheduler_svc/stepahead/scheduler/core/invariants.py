@@ -77,6 +77,9 @@ def _check_blocks(lane: Lane, live: list[Stay], fenced: list[Stay]) -> None:
     pool = lane.blocks
     free, idle = pool.free_ids(), pool.idle_ids()
     owners = Counter[int](block_id for stay in live for block_id in stay.block_ids)
+    borrowed = [block_id for step in lane.in_flight for block_id in step.borrowed]
+    borrowed += [stay.copy_from for stay in live if stay.copy_from is not None]
+    owners.update(borrowed)
     behind = Counter[int](block_id for stay in fenced for block_id in stay.block_ids)
     resting = Counter[int]([*free, *idle])
     _require(not resting or max(resting.values()) == 1, "E4", "a block rests in two places")
@@ -95,7 +98,8 @@ def _check_blocks(lane: Lane, live: list[Stay], fenced: list[Stay]) -> None:
     )
     for stay in live:
         private = stay.block_ids[stay.num_published_blocks :]
-        _require(all(owners[block_id] == 1 for block_id in private), "H5", "a block that is written has two owners")
+        writers = [owners[block_id] - borrowed.count(block_id) for block_id in private]
+        _require(all(count == 1 for count in writers), "H5", "a block that is written has two owners")
         _require(
             stay.num_settled // lane.config.block_size >= stay.num_published_blocks
             or stay.num_published_blocks >= len(stay.block_ids),

@@ -6,7 +6,7 @@ Lanes never wait for each other. The lane keeps books; deciding is `scheduler.py
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from itertools import islice, takewhile
 
 from stepahead.scheduler.core.block_pool import BlockPool, FencedPool
@@ -21,6 +21,7 @@ class StepInFlight:
     """A dispatched step: its rows in plan order, and what its completion gives back."""
 
     __slots__ = (
+        "borrowed",
         "explicit_rows",
         "fenced",
         "has_dead_rows",
@@ -45,6 +46,8 @@ class StepInFlight:
         """Members whose last possible output this step samples."""
         self.has_dead_rows = False
         """Whether a row's stay was retired after the step was dispatched."""
+        self.borrowed: list[BlockId] = []
+        """Blocks that the step copies from."""
         self.fenced: list[Stay] = []
         """Retired stays whose slot and blocks come back when this step commits."""
 
@@ -82,6 +85,7 @@ class Lane:
         "num_stale_results",
         "prefilling",
         "released",
+        "room_version",
         "slots",
     )
 
@@ -118,6 +122,8 @@ class Lane:
         self.left_slots: list[SlotId] = []
         self.new_block_slots: list[SlotId] = []
         self.new_blocks: list[BlockId] = []
+        self.room_version = 0
+        """Changes whenever somebody could find a place who did not before."""
         self.num_overrun_rows = 0
         self.num_stale_results = 0
 
@@ -126,13 +132,23 @@ class Lane:
         """Sequences that get rows; retiring ones do not count against admission (rule E10)."""
         return len(self.prefilling) + len(self.decoding)
 
-    def admit(self, sequence: Sequence, incarnation: Incarnation, cached: list[BlockId]) -> Stay:
+    def admit(
+        self,
+        sequence: Sequence,
+        incarnation: Incarnation,
+        *,
+        cached: list[BlockId],
+        num_settled: int,
+        copy_from: BlockId | None,
+    ) -> Stay:
         """Gives the sequence a slot, the cached blocks and new ones for the rest of its history.
 
         The caller has checked that there are enough.
         """
         slots = self.slots.take(1)
         self.blocks.share(cached)  # first, lest `take` evict one of them
+        if copy_from is not None:
+            self.blocks.share([copy_from])  # its owner may end before the copy is made
         fresh = self.blocks.take(self.config.num_blocks_for(len(sequence.history)) - len(cached))
         assert slots is not None, "admitted without a free slot"
         assert fresh is not None, "admitted without free blocks"
@@ -145,13 +161,16 @@ class Lane:
             block_ids=cached + fresh,
             block_size=self.config.block_size,
             num_cached_blocks=len(cached),
+            num_settled=num_settled,
+            copy_from=copy_from,
         )
         sequence.stay = stay
         self.prefilling.append(stay)
         return stay
 
-    def announce_prefill(self, stay: Stay, keys: Iterable[BlockKey]) -> None:
+    def announce_prefill(self, stay: Stay, keys: Sequence_[BlockKey]) -> None:
         """The stay is going to publish blocks with these keys."""
+        stay.pending_keys = keys
         for key in keys:
             self.being_prefilled.setdefault(key, stay)
 
@@ -170,6 +189,7 @@ class Lane:
             if self.being_prefilled.get(key) is stay:
                 del self.being_prefilled[key]
         stay.num_published_blocks = num_blocks
+        self.room_version += 1
 
     def distrust(self, stay: Stay) -> None:
         """What the stay wrote may be poisoned (rules H3, J10): nobody may share it."""
@@ -177,14 +197,18 @@ class Lane:
             self.blocks.forget(block_id)
         stay.num_published_blocks = len(stay.block_ids)
 
-    def extend(self, stay: Stay) -> bool:
-        """Adds one block to a stay's table; False if none is free."""
-        block_ids = self.blocks.take(1)
+    def extend(self, stays: list[Stay]) -> bool:
+        """Adds one block to the table of each member, which stands at the end of it; False if there are too few."""
+        block_ids = self.blocks.take(len(stays))
         if block_ids is None:
             return False
-        stay.block_ids += block_ids
-        stay.capacity += self.config.block_size
-        self.new_block_slots.append(stay.slot)
+        size = self.config.block_size
+        for stay, block_id in zip(stays, block_ids, strict=True):
+            stay.block_ids.append(block_id)
+            position = stay.capacity
+            stay.capacity = position + size
+            self.new_block_slots.append(stay.slot)
+            self.schedule_stop(stay, position)
         self.new_blocks += block_ids
         return True
 
@@ -206,23 +230,29 @@ class Lane:
         clock.dispatched += 1
         clock.last_step = step.step_id
         for stay in self.due.pop(clock.dispatched, ()):
-            if stay not in self.decoding:
-                continue
-            position = stay.num_dispatched
+            if stay.due_tick != clock.dispatched:
+                continue  # booked before it left the set, or left and came back
+            position = stay.num_dispatched if stay.has_sat_out else stay.stop
             if position >= stay.feed_limit:
                 step.last_outputs.append(stay)
                 self._leave_decode_set(stay)
                 self.left_slots.append(stay.slot)
                 self.finishing[stay] = None
             elif position >= stay.capacity:
+                stay.due_tick = -1
                 self.crossing.append(stay)
             else:
-                self.schedule_stop(stay)  # it sat out a tick
+                self.schedule_stop(stay, position)  # it sat out a tick
 
-    def schedule_stop(self, stay: Stay) -> None:
-        """Books the tick after which the member reaches its next stop."""
-        tick = self.clock.dispatched + stay.next_stop - stay.num_dispatched
-        self.due.setdefault(tick, []).append(stay)
+    def schedule_stop(self, stay: Stay, position: int) -> None:
+        """Books the tick after which the member's stride does not simply go on: a new block, or the last output."""
+        stop = stay.stop = min(stay.capacity, stay.feed_limit)
+        tick = stay.due_tick = self.clock.dispatched + stop - position
+        booked = self.due.get(tick)
+        if booked is None:
+            self.due[tick] = [stay]
+        else:
+            booked.append(stay)
 
     def settle_into_decode(self, stay: Stay) -> None:
         """The stay's newest known token is dispatched: from now on it feeds what it sampled, if anything."""
@@ -234,15 +264,19 @@ class Lane:
         self.decoding[stay] = None
         self._rows = None
         self.joined.append(stay)
-        if stay.num_dispatched >= stay.capacity:
+        position = stay.num_dispatched
+        if position >= stay.capacity:
             self.crossing.append(stay)
         else:
-            self.schedule_stop(stay)
+            self.schedule_stop(stay, position)
 
     def _leave_decode_set(self, stay: Stay) -> None:
         stay.leave_decode_set()
+        stay.due_tick = -1
         del self.decoding[stay]
         self._rows = None
+        if stay in self.crossing:
+            self.crossing.remove(stay)
 
     def rewind(self, stay: Stay) -> None:
         """A sampling row came back empty: feed its position again as an explicit row, once nothing is in flight."""
@@ -279,10 +313,15 @@ class Lane:
         self._forget_deltas(stay)
         if stay.announced:
             self.released.append(stay)
-        if self.being_prefilled:
-            self.being_prefilled = {k: other for k, other in self.being_prefilled.items() if other is not stay}
+        for key in stay.pending_keys:
+            if self.being_prefilled.get(key) is stay:
+                del self.being_prefilled[key]
+        self.room_version += 1
         self.slots.quarantine(1)
         self.blocks.quarantine(stay.block_ids)
+        if stay.copy_from is not None:
+            self.return_borrowed([stay.copy_from])
+            stay.copy_from = None
         if stay.last_step <= self.committed_through:
             self.close(stay)
             return
@@ -299,8 +338,14 @@ class Lane:
         # A stay that got a block in this plan is never the victim: the youngest is asked last.
         assert slot not in self.new_block_slots, "a victim has a block of this plan"
 
+    def return_borrowed(self, block_ids: list[BlockId]) -> None:
+        """Blocks that were copied, or will not be any more."""
+        self.blocks.quarantine(block_ids)
+        self.blocks.release(block_ids)
+
     def close(self, stay: Stay) -> None:
         """The fence has passed: slot and blocks are free, tail blocks last to be given out again."""
+        self.room_version += 1
         self.slots.release([stay.slot])
         self.blocks.release(stay.block_ids)
         stay.block_ids = []

@@ -19,10 +19,20 @@ class Place:
     """Blocks of the sequence's prefix that the lane holds."""
     missing_keys: Sequence_[BlockKey]
     """Keys of the full prompt blocks behind them."""
+    num_settled: int
+    """Positions that need not be fed: the cached blocks, for a fork everything but the last position."""
+    copy_from: BlockId | None = None
+    """For a fork whose prompt ends inside a block: the block to copy."""
 
 
-def find_place(sequence: Sequence, lanes: list[Lane]) -> Place | None:
-    """The best lane that has a place, a slot and blocks for the sequence's history, or None."""
+def find_place(sequence: Sequence, lanes: list[Lane], parent: Sequence | None) -> Place | None:
+    """The best lane that has a place, a slot and blocks for the sequence's history, or None.
+
+    Args:
+        sequence: waiting, without a stay.
+        lanes: that take newcomers.
+        parent: the live sequence it is a fork of, if any.
+    """
     best: Place | None = None
     best_rank = (-1, -1.0, -1)
     for lane in lanes:
@@ -42,8 +52,38 @@ def find_place(sequence: Sequence, lanes: list[Lane]) -> Place | None:
         left = available - (config.num_blocks_for(len(sequence.history)) - len(cached)) - headroom
         rank = (len(cached) * config.block_size, 1 - lane.num_running / config.max_num_seqs, left)
         if left >= 0 and rank > best_rank:
-            best, best_rank = Place(lane, cached, keys[len(cached) :]), rank
+            num_settled, copy_from = _fork(sequence, lane, len(cached), parent)
+            best, best_rank = Place(lane, cached, keys[len(cached) :], num_settled, copy_from), rank
     return best
+
+
+def _fork(
+    sequence: Sequence, lane: Lane, num_cached_blocks: int, parent: Sequence | None
+) -> tuple[int, BlockId | None]:
+    """Positions settled at admission, and the block to copy.
+
+        prompt   | full block | full block | tail ... last |      n positions
+        parent   |   shared   |   shared   | its own       |
+        fork     |   shared   |   shared   | copied  | fed |      starts at n - 1
+
+    The parent may write later positions of its tail while it is copied; the fork overwrites them before it
+    reads them.
+    """
+    size = lane.config.block_size
+    cached = num_cached_blocks * size
+    last = len(sequence.history) - 1
+    stay = parent.stay if parent is not None else None
+    if (
+        stay is None
+        or stay.retired
+        or stay.lane_id != lane.lane_id
+        or stay.sequence.request.prompt_token_ids != tuple(sequence.history)
+        or num_cached_blocks != last // size
+        or last == cached
+        or stay.num_settled <= last  # also says that the parent's own tail, if that is a copy, has been made
+    ):
+        return cached, None
+    return last, stay.block_ids[num_cached_blocks]
 
 
 def _keys(sequence: Sequence, lane: Lane) -> Sequence_[BlockKey]:

@@ -43,6 +43,8 @@ class StepPlan:
     append_slots: tuple[SlotId, ...] = ()
     append_block_ids: tuple[BlockId, ...] = ()
     """One block per entry of append_slots."""
+    copy_src_block_ids: tuple[BlockId, ...] = ()
+    copy_dst_block_ids: tuple[BlockId, ...] = ()
     admissions: tuple[Admission, ...] = ()
     joined_slots: tuple[SlotId, ...] = ()
     sit_out_slots: tuple[SlotId, ...] = ()

@@ -69,13 +69,13 @@ def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
     victims: list[Stay] = []
     if not lane.crossing:
         return waiting, victims
-    # A member may have left, and even joined again, since it was booked.
-    crossing = [s for s in dict.fromkeys(lane.crossing) if s in lane.decoding and s.num_dispatched >= s.capacity]
+    crossing, lane.crossing = lane.crossing, []
+    if lane.extend(crossing):
+        return waiting, victims
     crossing.sort(key=lambda stay: stay.sequence.rank)
     for stay in crossing:
         while not stay.retired:
-            if lane.extend(stay):
-                lane.schedule_stop(stay)
+            if lane.extend([stay]):
                 break
             if len(waiting) < lane.num_returning_blocks:
                 waiting[stay] = None
@@ -115,7 +115,9 @@ def _choose_chunks(lane: Lane, *, budget: int, max_rows: int) -> list[tuple[Stay
 
 def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_out: dict[Stay, None]) -> StepPlan:
     """Builds the wire-shaped delta and moves S, U and the fences (rule A3: S moves only here)."""
-    admissions = tuple(_admission(stay) for stay, _, _ in step.explicit_rows if not stay.announced)
+    newcomers = [stay for stay, _, _ in step.explicit_rows if not stay.announced]
+    forks = [stay for stay in newcomers if stay.copy_from is not None]
+    step.borrowed = [stay.copy_from for stay in forks if stay.copy_from is not None]
     in_place = config.overlap_depth == 0 or (config.settle_prompts_in_place and bool(step.explicit_rows))
     rows = step.explicit_rows
     plan = StepPlan(
@@ -126,7 +128,9 @@ def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_o
         released_incarnations=tuple(stay.incarnation for stay in lane.released),
         append_slots=tuple(lane.new_block_slots),
         append_block_ids=tuple(lane.new_blocks),
-        admissions=admissions,
+        copy_src_block_ids=tuple(step.borrowed),
+        copy_dst_block_ids=tuple(stay.block_ids[stay.num_cached_blocks] for stay in forks),
+        admissions=tuple(_admission(stay) for stay in newcomers),
         joined_slots=tuple(stay.slot for stay in lane.joined),
         sit_out_slots=tuple(stay.slot for stay in sitting_out),
         left_slots=tuple(lane.left_slots),
@@ -151,6 +155,7 @@ def _advance(lane: Lane, step: StepInFlight, sitting_out: dict[Stay, None]) -> N
         stay.num_dispatched += count
         stay.last_step = step.step_id
         stay.announced = True
+        stay.copy_from = None
         stay.rewinding = False
         if samples:
             stay.num_placeholders += 1

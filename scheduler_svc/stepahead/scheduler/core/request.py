@@ -87,6 +87,9 @@ class Request:
     """Whose service it is; only with Ordering.FAIR."""
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
+    fork_of: RequestKey | None = None
+    """A request with the same prompt and salt (another choice of one question): if it is running, its prompt is
+    shared to the last position instead of being fed again."""
     deadline_ns: int | None = None
     """On the clock the shell passes to `Scheduler.expire`."""
     queue_deadline_ns: int | None = None

@@ -68,6 +68,8 @@ class Scheduler:
         self.waiting = WaitingQueue(config.ordering, ageing_admissions=config.ageing_admissions, shares=self.shares)
         self._arrivals = 0
         self._incarnations = 0
+        self._no_room: tuple[int, ...] | None = None
+        """State of the queue and the lanes when the last pass found no place for anybody."""
         self._deadlines: list[tuple[int, int, RequestKey]] = []
 
     # -------------------------------------------------------------------------------------------- lanes
@@ -260,34 +262,53 @@ class Scheduler:
         places = sum(max(0, lane.config.max_num_seqs - lane.num_running) for lane in lanes)
         if not places:
             return ()
+        room = (self._arrivals, len(self.waiting), *[lane.room_version for lane in lanes])
+        if room == self._no_room:
+            return ()  # nothing has changed since nobody found a place: nobody will now
         if self.config.ordering is Ordering.FAIR:
-            for sequence in self.sequences.values():
-                if sequence.status is RequestStatus.RUNNING:
-                    self.shares.charge_outputs(sequence)
+            self._charge_running()
+        admitted, is_settled = self._admit_in_order(lanes, places)
+        self._no_room = room if is_settled and not admitted else None
+        return tuple(admitted)
+
+    def _charge_running(self) -> None:
+        for sequence in self.sequences.values():
+            if sequence.status is RequestStatus.RUNNING:
+                self.shares.charge_outputs(sequence)
+
+    def _admit_in_order(self, lanes: list[Lane], places: int) -> tuple[list[Admitted], bool]:
+        """One pass over the head of the queue: who was admitted, and whether nobody is merely held."""
         admitted: list[Admitted] = []
         blocked: list[Sequence] = []
+        has_held = False
         for sequence in list(islice(self.waiting, places + self.config.skip_ahead_window)):
             if any(passed.times_passed >= self.config.max_times_passed for passed in blocked):
                 break
             # A preempted sequence whose last step is in flight still owes a token: not yet.
-            place = find_place(sequence, lanes) if sequence.stay is None else None
+            place = self._find_place(sequence, lanes) if sequence.stay is None else None
             if place is None:
                 blocked.append(sequence)
                 if len(blocked) > self.config.skip_ahead_window:
                     break
                 continue
             if is_held(sequence, place, self.config.max_held_steps):
+                has_held = True
                 continue
             admitted.append(self._admit_to(place, sequence))
             for passed in blocked:
                 passed.times_passed += 1
-        return tuple(admitted)
+        return admitted, not has_held
 
     def _open_lanes(self) -> list[Lane]:
         """Lanes that take newcomers in this pass."""
         if self.config.batching is Batching.CONTINUOUS:
             return list(self.lanes.values())
         return [lane for lane in self.lanes.values() if not lane.num_running and not lane.finishing]
+
+    def _find_place(self, sequence: Sequence, lanes: list[Lane]) -> Place | None:
+        parent_key = sequence.request.fork_of
+        parent = self.sequences.get(parent_key) if parent_key is not None else None
+        return find_place(sequence, lanes, parent)
 
     def _admit_to(self, place: Place, sequence: Sequence) -> Admitted:
         first_time = sequence.status is RequestStatus.WAITING
@@ -298,9 +319,15 @@ class Scheduler:
         sequence.hold_until = None
         self._incarnations += 1
         lane = place.lane
-        stay = lane.admit(sequence, Incarnation(self._incarnations), place.cached)
+        stay = lane.admit(
+            sequence,
+            Incarnation(self._incarnations),
+            cached=place.cached,
+            num_settled=place.num_settled,
+            copy_from=place.copy_from,
+        )
         lane.announce_prefill(stay, place.missing_keys)
-        num_cached_tokens = len(place.cached) * lane.config.block_size
+        num_cached_tokens = place.num_settled
         self.totals.cached_tokens += num_cached_tokens
         self.shares.charge_admission(sequence, num_cached_tokens)
         if sequence.num_cached_tokens is None:

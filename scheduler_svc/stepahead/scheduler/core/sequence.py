@@ -142,18 +142,22 @@ class Stay:
         "announced",
         "block_ids",
         "capacity",
+        "copy_from",
+        "due_tick",
         "feed_limit",
         "incarnation",
         "lane_id",
         "num_cached_blocks",
         "num_published_blocks",
+        "pending_keys",
         "retired",
         "rewinding",
         "sequence",
         "slot",
+        "stop",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place, Lane.admit, and every value is a different thing
         self,
         sequence: Sequence,
         *,
@@ -164,6 +168,8 @@ class Stay:
         block_ids: list[BlockId],
         block_size: int,
         num_cached_blocks: int,
+        num_settled: int,
+        copy_from: BlockId | None,
     ) -> None:
         self.sequence = sequence
         self.lane_id = lane_id
@@ -184,9 +190,16 @@ class Stay:
         """Blocks at the front of the table that were found in the cache: shared, never written."""
         self.num_published_blocks = num_cached_blocks
         """Blocks at the front of the table whose content is known by a key."""
+        self.pending_keys: Sequence_[BlockKey] = ()
+        """Keys of prompt blocks that it is going to publish."""
+        self.stop = 0
+        self.due_tick = -1
+        """The position at which it was booked to stop, and after which tick; see Lane.schedule_stop."""
         self._clock = clock
-        self._dispatched = num_cached_blocks * block_size
-        self._settled = num_cached_blocks * block_size
+        self.copy_from = copy_from
+        """A fork's tail: the block whose copy is the first one of its own; until a plan has carried the copy."""
+        self._dispatched = num_settled
+        self._settled = num_settled
         self._placeholders = 0
         self._last_step: StepId = NO_STEP
         self._joined_at: int | None = None
@@ -244,9 +257,9 @@ class Stay:
         self._last_step = value
 
     @property
-    def next_stop(self) -> int:
-        """The position at which the stride of the decode set does not simply go on for this stay."""
-        return min(self.capacity, self.feed_limit)
+    def has_sat_out(self) -> bool:
+        """Whether it has missed a tick since it joined: then its position is not what was booked."""
+        return bool(self._sat_out)
 
     # ---------------------------------------------------------------------------------------- decode set
 
