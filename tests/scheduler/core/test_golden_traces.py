@@ -52,7 +52,8 @@ def play(options: dict[str, object]) -> list[str]:
     lines: list[str] = []
     prompt = tuple(range(100, 118))
     for key in range(1, 13):
-        shared = prompt[: 3 + (key * 5) % 15]
+        start = prompt if key % 2 else tuple(range(200 * key, 200 * key + 18))
+        shared = start[: 3 + (key * 5) % 15]
         driver.add(
             key, (*shared, key), max_tokens=1 + (key * 7) % 14, priority=key % 3 - 1,
             fork_of=RequestKey(key - 1), stop_token_ids=frozenset({59}),
