@@ -48,14 +48,14 @@ def describe(plan: StepPlan) -> str:
 
 def play(options: dict[str, object]) -> list[str]:
     """Twelve requests of many shapes through a cache that is too small for them, aborts included."""
-    driver = Driver.of(num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=3, num_slots=9, **options)
+    driver = Driver.of(num_blocks=14, block_size=2, max_model_len=28, max_num_seqs=3, num_slots=9, **options)
     lines: list[str] = []
     prompt = tuple(range(100, 118))
     for key in range(1, 13):
         start = prompt if key % 2 else tuple(range(200 * key, 200 * key + 18))
-        shared = start[: 3 + (key * 5) % 15]
+        shared = start[: 2 + (key * 5) % 6]
         driver.add(
-            key, (*shared, key), max_tokens=1 + (key * 7) % 14, priority=key % 3 - 1,
+            key, (*shared, key), max_tokens=3 + (key * 7) % 18, priority=key % 3 - 1,
             fork_of=RequestKey(key - 1), stop_token_ids=frozenset({59}),
         )  # fmt: skip
     for call in range(MAX_CALLS):
