@@ -10,26 +10,25 @@ the books consistent where it can, so that not the bookkeeping but the rule itse
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 
-from stepahead.scheduler.core import committing, placement, planning
+from stepahead.scheduler.core import committing, planning
 from stepahead.scheduler.core import scheduler as scheduler_module
-from stepahead.scheduler.core.block_pool import BlockPool, FencedPool
+from stepahead.scheduler.core.block_pool import FencedPool
 from stepahead.scheduler.core.config import LaneConfig, SchedulerConfig
 from stepahead.scheduler.core.events import CommitOutcome, Finished, Preempted
-from stepahead.scheduler.core.ids import BlockKey, Incarnation, LaneId, RequestKey, SlotId
+from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, SlotId
 from stepahead.scheduler.core.lane import Lane, StepInFlight
 from stepahead.scheduler.core.plan import Admission, RowFault, StepResult
-from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Sequence, Stay
 from stepahead.scheduler.core.waiting_queue import Line, WaitingQueue
 from tests.scheduler.core import test_ends, test_failures, test_fork, test_preemption, test_prefill_and_decode
-from tests.simulation import fake_worker, world
+from tests.simulation import cache_mutations, fake_worker, world
 from tests.simulation.tagged_model import mix, next_token
 from tests.simulation.world import World
 
@@ -183,81 +182,6 @@ def _retiring_slots_count_as_free(patch: pytest.MonkeyPatch) -> None:
         lane.slots = _OptimisticPool(SlotId(i) for i in range(config.num_slots))
 
     patch.setattr(Lane, "__init__", mutant)
-
-
-# ------------------------------------------------------------------------------------------------ prefix cache
-
-
-def _publish_unsettled_blocks(patch: pytest.MonkeyPatch) -> None:
-    """Keys blocks by what is dispatched, not by what is settled (H1, H2)."""
-    publish = Lane.publish_settled
-    announce = Lane.announce_prefill
-
-    def mutant(lane: Lane, stay: Stay, keys: Iterable[BlockKey]) -> None:
-        announce(lane, stay, keys)
-        settled, stay._settled = stay._settled, len(stay.sequence.history) - 1
-        publish(lane, stay)
-        stay._settled = settled
-
-    patch.setattr(Lane, "announce_prefill", mutant)
-
-
-def _keys_without_their_past(patch: pytest.MonkeyPatch) -> None:
-    """A block's key covers its own tokens only (H4, H6)."""
-
-    def mutant(chain: KeyChain, num_blocks: int) -> list[BlockKey]:
-        size = chain._block_size
-        blocks = [chain._history[index * size : (index + 1) * size] for index in range(num_blocks)]
-        return [BlockKey(repr(tokens).encode()) for tokens in blocks]
-
-    patch.setattr(KeyChain, "first", mutant)
-
-
-def _hit_the_whole_history(patch: pytest.MonkeyPatch) -> None:
-    """Leaves nothing to compute when everything is cached (H5)."""
-
-    def mutant(sequence: Sequence, lane: Lane) -> object:
-        if lane.cache_model is None:
-            return ()
-        size = lane.config.block_size
-        return sequence.block_keys(len(sequence.history) // size, size, lane.cache_model)
-
-    patch.setattr(placement, "_keys", mutant)
-
-
-def _evict_without_forgetting(patch: pytest.MonkeyPatch) -> None:
-    """A block is given out again and still answers to its old key."""
-    patch.setattr(BlockPool, "forget", lambda pool, block_id: None)
-
-
-def _fork_before_the_parent_has_its_tail(patch: pytest.MonkeyPatch) -> None:
-    """A fork of a fork copies a block that is itself still to be copied."""
-    fork = placement._fork
-
-    def mutant(sequence: Sequence, lane: Lane, num_cached_blocks: int, parent: Sequence | None) -> object:
-        stay = parent.stay if parent is not None else None
-        if stay is not None and stay.num_settled == len(sequence.history) - 1:
-            stay._settled += 1
-            try:
-                return fork(sequence, lane, num_cached_blocks, parent)
-            finally:
-                stay._settled -= 1
-        return fork(sequence, lane, num_cached_blocks, parent)
-
-    patch.setattr(placement, "_fork", mutant)
-
-
-def _return_the_copied_block_at_once(patch: pytest.MonkeyPatch) -> None:
-    """The source of a copy may be given away before the step that copies it has completed (E1)."""
-    dispatch = planning._dispatch
-
-    def mutant(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_out: dict[Stay, None]) -> object:
-        plan = dispatch(lane, config, step, sitting_out)
-        lane.return_borrowed(step.borrowed)
-        step.borrowed = []
-        return plan
-
-    patch.setattr(planning, "_dispatch", mutant)
 
 
 # ------------------------------------------------------------------------------------------------ preemption
@@ -553,19 +477,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         test_failures.test_a_failure_is_not_handed_on_for_ever,
     ),
     Mutation("E9: retiring slots count as free", _retiring_slots_count_as_free, _rules("AssertionError")),
-    Mutation("H2: unsettled blocks are published", _publish_unsettled_blocks, _rules("H1", "H2", "H5", "D4")),
-    Mutation("H4: keys forget what came before", _keys_without_their_past, _rules("D4", "H5", "E4")),
-    Mutation("H5: a full hit leaves nothing to feed", _hit_the_whole_history, _rules("H5", "A2")),
-    Mutation("H6: an evicted block keeps its key", _evict_without_forgetting, _rules("D4", "H2", "H5", "E4", "E1")),
+    Mutation(
+        "H2: unsettled blocks are published",
+        cache_mutations.publish_unsettled_blocks,
+        _rules("H1", "H2", "H5", "D4"),
+    ),
+    Mutation("H4: keys forget what came before", cache_mutations.keys_without_their_past, _rules("D4", "H5", "E4")),
+    Mutation("H5: a full hit leaves nothing to feed", cache_mutations.hit_the_whole_history, _rules("H5", "A2")),
+    Mutation(
+        "H6: an evicted block keeps its key",
+        cache_mutations.evict_without_forgetting,
+        _rules("D4", "H2", "H5", "E4", "E1"),
+    ),
     Mutation(
         "E1: a copied block comes back early",
-        _return_the_copied_block_at_once,
+        cache_mutations.return_the_copied_block_at_once,
         _rules("test_a_copied_block_is_kept_until_the_copy_is_made"),
         test_fork.test_a_copied_block_is_kept_until_the_copy_is_made,
     ),
     Mutation(
         "H2: a fork of a fork copies too early",
-        _fork_before_the_parent_has_its_tail,
+        cache_mutations.fork_before_the_parent_has_its_tail,
         _rules("test_a_fork_of_a_fork_waits_for_the_copy"),
         test_fork.test_a_fork_of_a_fork_waits_for_the_copy,
     ),
