@@ -35,6 +35,7 @@ class Cluster:
         self.on_change: Callable[[], None] = lambda: None
         """Called when a lane opens or is lost."""
         self._engine = engine
+        engine.on_fatal = end_process
         self._epoch = 0
         self._adopting = asyncio.Lock()
         self._settings = settings
@@ -201,6 +202,12 @@ def _end_if_died(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.critical("link died", task=task.get_name(), exc_info=task.exception())
         asyncio.get_running_loop().call_soon(_raise_system_exit)
+
+
+def end_process(error: Exception) -> None:
+    """A fault that leaves the process half-way: it must end, and a supervisor start it again (rule O5)."""
+    log.critical("scheduler failed", exc_info=error)
+    asyncio.get_running_loop().call_soon(_raise_system_exit)
 
 
 def _raise_system_exit() -> None:

@@ -3,7 +3,7 @@
 One synchronous turn per boundary, run in the reader of a worker's stream:
 
     worker ==boundary N-1==> commit N-1 ; plan N+1 ==plan N+1==> worker      (step N is running meanwhile)
-                                         `-> fan-out: append to output logs, let streams take their turn
+                                         `-> then fan-out: append to output logs, let streams take their turn
 
 Nothing in a turn awaits: a stream, a slow client or another worker can never hold a plan back. Text is decoded
 when a stream takes its turn, except for requests with stop strings, whose end the next plan must know.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -28,7 +28,6 @@ from stepahead.scheduler.core import (
     LaneId,
     Preempted,
     QueueFull,
-    Request,
     RequestInfeasible,
     RequestKey,
     Scheduler,
@@ -36,16 +35,15 @@ from stepahead.scheduler.core import (
     StepId,
     UnknownLane,
 )
+from stepahead.scheduler.core_bridge import core_request, error_of, is_stop_id
 from stepahead.scheduler.delivery import MessageBudget
 from stepahead.scheduler.errors import (
     ApiError,
-    DeadlineExceeded,
     FieldViolation,
     InternalError,
     InvalidRequest,
     Overloaded,
     RequestCancelled,
-    RowFailed,
     Unavailable,
 )
 from stepahead.scheduler.live_request import LiveRequest, now_ns
@@ -56,6 +54,17 @@ from stepahead.scheduler.worker_link import WorkerLink
 from stepahead.v1 import worker_pb2
 
 log = structlog.get_logger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn whose plan has left and whose tokens nobody has seen."""
+
+    link: WorkerLink
+    boundary: worker_pb2.StepBoundary
+    outcome: CommitOutcome
+    ended: dict[RequestKey, Finished]
+    plan_ns: int
 
 
 class Engine:
@@ -78,11 +87,14 @@ class Engine:
         self.links: dict[LaneId, WorkerLink] = {}
         """Lanes that are open."""
         self.totals = {"accepted": 0, "finished": 0, "cancelled": 0, "failed": 0}
+        self.on_fatal: Callable[[Exception], None] = _raise
+        """Called when a turn fails half-way: the process must end (rule O5)."""
         self.on_idle: Callable[[], None] = lambda: None
         """Called when the last live request has ended."""
         self._loop = loop
         self._next_key = 0
         self._with_stop_strings: set[RequestKey] = set()
+        self._turn: _Turn | None = None
         self._known_keys: list[RequestKey] = []
         self._known_lives: list[LiveRequest | None] = []
         self._deadline_timer: asyncio.TimerHandle | None = None
@@ -104,7 +116,7 @@ class Engine:
             InvalidRequest: it could never run on these workers.
         """
         try:
-            self.core.add_request(_core_request(live))
+            self.core.add_request(core_request(live))
         except QueueFull as error:
             raise Overloaded(str(error), retry_delay_ms=1000) from error
         except UnknownLane as error:
@@ -124,6 +136,9 @@ class Engine:
 
     def cancel(self, live: LiveRequest, error: ApiError | None = None) -> None:
         """Ends a request now (rule F2). Harmless if it has ended."""
+        if live.finished is not None:
+            return
+        self.finish_turn()
         reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
         finished = self.core.abort(live.key, reason)
         if finished is not None:
@@ -152,6 +167,7 @@ class Engine:
         """The worker's state is void; its sequences continue elsewhere, or wait for a worker."""
         if self.links.pop(link.lane_id, None) is None:
             return
+        self.finish_turn()
         preempted = self.core.lose_lane(link.lane_id)
         log.warning("lane lost", worker=link.address, reason=reason, num_sequences=len(preempted))
         self._note_preempted(preempted)
@@ -173,18 +189,36 @@ class Engine:
         Raises:
             StepMismatch: the boundary contradicts the plan; the link must close the epoch.
         """
+        self.finish_turn()
         outcome = self.core.commit(link.lane_id, result_from_proto(boundary))
         ended = {finished.key: finished for finished in outcome.finished}
         if self._with_stop_strings:
             self._scan_stop_strings(outcome, ended)
         was_planned = self._plan(link, read_ns=read_ns)
         plan_ns = time.monotonic_ns() - read_ns if was_planned else 0
-        self._fan_out(outcome, ended)
-        link.note_boundary(boundary, outcome, plan_ns)
+        self._turn = _Turn(link, boundary, outcome, ended, plan_ns)
+        # The writer's task is woken by now and stands before this in the loop's queue: the plan is on the wire
+        # before anybody's token is looked at.
+        self._loop.call_soon(self._finish_turn_or_die)
+
+    def finish_turn(self) -> None:
+        """What is left of the last turn. Everything that looks at requests calls it first."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        self._fan_out(turn.outcome, turn.ended)
+        turn.link.note_boundary(turn.boundary, turn.outcome, turn.plan_ns)
         self.budget.pump()
+
+    def _finish_turn_or_die(self) -> None:
+        try:
+            self.finish_turn()
+        except Exception as error:  # noqa: BLE001 - a loop callback's exception would only be logged
+            self.on_fatal(error)
 
     def on_step_failed(self, link: WorkerLink, epoch: int, step_id: int) -> None:
         """A step failed as a whole: its rows run again."""
+        self.finish_turn()
         self.core.fail_step(link.lane_id, epoch, StepId(step_id))
         self._plan(link)
 
@@ -239,7 +273,7 @@ class Engine:
         for live, token in zip(self._lives_of(outcome.keys), outcome.token_ids, strict=True):
             if live is None or live.finished is not None:
                 continue  # a text error ended it in this very turn
-            if not scanned or live.key not in scanned or _is_stop_id(ended.get(live.key)):
+            if not scanned or live.key not in scanned or is_stop_id(ended.get(live.key)):
                 live.log.token_ids.append(token)
             if not live.has_spoken:
                 live.has_spoken = True
@@ -256,7 +290,7 @@ class Engine:
         for key, finished in ended.items():
             live = self.requests.get(key)
             if live is not None:
-                self._end(live, finished, _error_of(finished))
+                self._end(live, finished, error_of(finished))
 
     def _lives_of(self, keys: list[RequestKey]) -> list[LiveRequest | None]:
         """The live requests of a commit's rows. The core hands out the same list while its rows stay the same."""
@@ -291,7 +325,7 @@ class Engine:
         live.finished = finished
         live.error = error
         try:
-            live.log.end(finished.num_output_tokens, ends_with_stop_id=_is_stop_id(finished))
+            live.log.end(finished.num_output_tokens, ends_with_stop_id=is_stop_id(finished))
         except TextError as text_error:
             incident = incident_id()
             log.error("text failed", incident=incident, request_key=live.key, error=repr(text_error))
@@ -342,52 +376,12 @@ class Engine:
 
     def _expire(self) -> None:
         self._deadline_timer = None
+        self.finish_turn()
         for finished in self.core.expire(now_ns()):
-            self._end(self.requests[finished.key], finished, _error_of(finished))
+            self._end(self.requests[finished.key], finished, error_of(finished))
         self._arm_deadline_timer()
         self._plan_open_lanes()
 
 
-def _is_stop_id(finished: Finished | None) -> bool:
-    return finished is not None and finished.matched_token_id is not None
-
-
-def _core_request(live: LiveRequest) -> Request:
-    accepted = live.accepted
-    start_ns = live.times.accepted_ns
-
-    def deadline(milliseconds: int | None) -> int | None:
-        return None if milliseconds is None else start_ns + milliseconds * 1_000_000
-
-    return Request(
-        key=live.key,
-        prompt_token_ids=accepted.prompt_token_ids,
-        max_tokens=accepted.max_tokens,
-        min_tokens=accepted.min_tokens,
-        stop_token_ids=accepted.stop_token_ids,
-        sampling=accepted.sampling,
-        priority=accepted.priority,
-        tenant=live.tenant,
-        # A tenant's cache is its own: what others have asked must not be told by how fast an answer comes.
-        cache_salt=f"{live.tenant}\0{accepted.cache_salt}",
-        deadline_ns=deadline(accepted.timeout_ms),
-        queue_deadline_ns=deadline(accepted.queue_timeout_ms),
-    )
-
-
-def _error_of(finished: Finished) -> ApiError | None:
-    """What the stream ends with; None for a normal end."""
-    if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return None
-    if finished.deadline_phase is not None:
-        return DeadlineExceeded(
-            f"the deadline passed in phase {finished.deadline_phase} after {finished.num_output_tokens} tokens",
-            metadata={"phase": finished.deadline_phase, "output_tokens": str(finished.num_output_tokens)},
-        )
-    if finished.fault is not None:
-        return RowFailed(
-            f"the model gave no usable distribution ({finished.fault.value}) "
-            f"after {finished.num_output_tokens} tokens",
-            metadata={"fault": finished.fault.value},
-        )
-    return RequestCancelled("the request was cancelled")
+def _raise(error: Exception) -> None:
+    raise error

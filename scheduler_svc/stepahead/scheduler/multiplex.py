@@ -186,6 +186,8 @@ class MultiplexSession:
             if size >= MAX_MESSAGE_BYTES // 2:
                 self._dirty.update(dict.fromkeys(pending[index:]))
                 break
+            if self._subscriptions.get(subscription.handle) is not subscription:
+                continue  # it ended earlier in this very message
             if subscription.is_plain and subscription.started_sent:
                 size += columns.add(subscription)
                 if subscription.live.finished is None:

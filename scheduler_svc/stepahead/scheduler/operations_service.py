@@ -40,6 +40,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     async def _get_status(self) -> operations_pb2.GetStatusResponse:
         front_end = self._front_end
+        front_end.engine.finish_turn()
         core = front_end.engine.core
         totals = front_end.engine.totals
         cluster = front_end.cluster
@@ -122,6 +123,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             raise InvalidRequest([FieldViolation("page_size", f"is more than {MAX_PAGE_SIZE}")])
         if request.page_token and not (request.page_token.isdecimal() and len(request.page_token) < 20):
             raise InvalidRequest([FieldViolation("page_token", "is not one this server gave out")])
+        self._front_end.engine.finish_turn()  # a request whose sequence has ended is not live
         page_size = request.page_size or 100
         after = int(request.page_token or 0)
         # Keys grow with acceptance, so the last key of a page is where the next one begins.
@@ -184,6 +186,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
     async def _get_timeline(self, request: operations_pb2.GetTimelineRequest) -> operations_pb2.GetTimelineResponse:
         if request.limit > MAX_TIMELINE:
             raise InvalidRequest([FieldViolation("limit", f"is more than {MAX_TIMELINE}")])
+        self._front_end.engine.finish_turn()
         links = self._front_end.cluster.links
         wanted = request.worker_address
         link = next((link for link in links if not wanted or link.address == wanted), None)

@@ -76,8 +76,8 @@ class WorkerLink:
         self._settings = settings
         self._instance_id = instance_id
         self._kept: dict[int, worker_pb2.RunStepsRequest] = {}
-        self._fresh_starts: set[int] = set()
-        """Steps that started an idle lane: the gap before them is nobody's fault."""
+        self._recorded: dict[int, worker_pb2.StepPlan] = {}  # of boundaries not noted yet (--record-steps)
+        self._fresh_starts: set[int] = set()  # steps that started an idle lane: their gap is nobody's fault
         self._outbox: deque[worker_pb2.RunStepsRequest] = deque()
         self._outbox_filled = asyncio.Event()
         self._session_id = 0
@@ -119,7 +119,7 @@ class WorkerLink:
             work_waited=step_id not in self._fresh_starts,
         )
         if self._settings.record_steps:
-            record.plan, record.boundary = self._kept[step_id].plan, boundary
+            record.plan, record.boundary = self._recorded.pop(step_id), boundary
         self._fresh_starts.discard(step_id)
         self.stats.add(boundary, record)
 
@@ -366,11 +366,13 @@ class WorkerLink:
             log.info("stale boundary dropped", worker=self.address, step_id=step_id)
             return
         self.last_completed_step_id = step_id
+        kept = self._kept.pop(step_id, None)
+        if self._settings.record_steps and kept is not None:
+            self._recorded[step_id] = kept.plan
         try:
             self._owner.on_boundary(self, boundary, read_ns)
         except (StepMismatch, WireError) as error:
             raise EpochClosed(f"boundary of step {step_id}: {error}") from error
-        self._kept.pop(step_id, None)
 
     def _on_failed(self, failed: worker_pb2.StepFailed) -> None:
         log.error("step failed", worker=self.address, step_id=failed.step_id, detail=failed.message)

@@ -1,0 +1,54 @@
+"""Between the shell's requests and the core's: what goes in, and what an end means to a client."""
+
+from __future__ import annotations
+
+from stepahead.scheduler.core import Finished, FinishReason, Request
+from stepahead.scheduler.errors import ApiError, DeadlineExceeded, RequestCancelled, RowFailed
+from stepahead.scheduler.live_request import LiveRequest
+
+
+def is_stop_id(finished: Finished | None) -> bool:
+    """Whether a stop or end-of-sequence id ended it; that id is one of the tokens and no part of the text."""
+    return finished is not None and finished.matched_token_id is not None
+
+
+def core_request(live: LiveRequest) -> Request:
+    """What the core must know of a request."""
+    accepted = live.accepted
+    start_ns = live.times.accepted_ns
+
+    def deadline(milliseconds: int | None) -> int | None:
+        return None if milliseconds is None else start_ns + milliseconds * 1_000_000
+
+    return Request(
+        key=live.key,
+        prompt_token_ids=accepted.prompt_token_ids,
+        max_tokens=accepted.max_tokens,
+        min_tokens=accepted.min_tokens,
+        stop_token_ids=accepted.stop_token_ids,
+        sampling=accepted.sampling,
+        priority=accepted.priority,
+        tenant=live.tenant,
+        # A tenant's cache is its own: what others have asked must not be told by how fast an answer comes.
+        cache_salt=f"{live.tenant}\0{accepted.cache_salt}",
+        deadline_ns=deadline(accepted.timeout_ms),
+        queue_deadline_ns=deadline(accepted.queue_timeout_ms),
+    )
+
+
+def error_of(finished: Finished) -> ApiError | None:
+    """What the stream ends with; None for a normal end."""
+    if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    if finished.deadline_phase is not None:
+        return DeadlineExceeded(
+            f"the deadline passed in phase {finished.deadline_phase} after {finished.num_output_tokens} tokens",
+            metadata={"phase": finished.deadline_phase, "output_tokens": str(finished.num_output_tokens)},
+        )
+    if finished.fault is not None:
+        return RowFailed(
+            f"the model gave no usable distribution ({finished.fault.value}) "
+            f"after {finished.num_output_tokens} tokens",
+            metadata={"fault": finished.fault.value},
+        )
+    return RequestCancelled("the request was cancelled")
