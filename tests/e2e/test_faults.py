@@ -107,7 +107,7 @@ async def test_a_network_that_breaks_all_the_time(depth: int, delay_s: float) ->
         step_ids.append(batch.step_id)
 
     async with (
-        serve_worker(MODEL, step_s=0.001, on_forward=note) as worker,
+        serve_worker(MODEL, step_s=0.004, on_forward=note) as worker,
         flaky(worker.address) as (proxy, address),
         serve_scheduler(address, overlap_depth=depth) as stack,
     ):
