@@ -90,7 +90,8 @@ def generate(
 def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: bool) -> Prompt:
     if prompt is None:
         return prompt_ids or ()
-    text = sys.stdin.read() if prompt == "-" else prompt
+    # The newline that ends a piped line is the shell's, not the prompt's.
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     return [ChatMessage("user", text)] if as_chat else text
 
 

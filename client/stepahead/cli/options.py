@@ -79,7 +79,13 @@ def generation_options(command: _Callback) -> _Callback:
             click.option("--top-k", type=int, help="Keep this many likeliest tokens; 0 or -1: all."),
             click.option("--min-p", type=float, help="Keep tokens of this share of the best one's probability."),
             click.option("--seed", type=int, help="Makes draws repeatable."),
-            click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated."),
+            # From the environment, a stop text would be split at its blanks.
+            click.option(
+                "--stop",
+                multiple=True,
+                allow_from_autoenv=False,
+                help="Text that ends the answer; may be repeated.",
+            ),
             click.option("--stop-token-ids", type=TokenIds(), default=(), help="Token ids that end the answer."),
             click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's own end."),
             click.option(

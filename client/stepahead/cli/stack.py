@@ -25,6 +25,9 @@ _LAST_WORDS_S = 0.5
 # How long a service may take to end beyond what it was told, before it is killed.
 _STOP_GRACE_S = 10.0
 
+# A closed terminal stops the stack as Ctrl-C does.
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
@@ -247,7 +250,7 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
         else:
             stack.kill()
 
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in _STOP_SIGNALS:
         loop.add_signal_handler(signal_number, on_signal)
     try:
         result = await work
@@ -263,7 +266,7 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
     else:
         return result
     finally:
-        for signal_number in (signal.SIGINT, signal.SIGTERM):
+        for signal_number in _STOP_SIGNALS:
             loop.remove_signal_handler(signal_number)
 
 
