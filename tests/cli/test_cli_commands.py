@@ -78,6 +78,16 @@ def test_options_come_from_the_environment_too(stepahead, fake: FakeServer):
     assert fake.requests[0].model == ""
 
 
+def test_stop_texts_from_the_environment_stand_one_per_line(stepahead, fake: FakeServer):
+    stepahead("generate", "hi", env={"STEPAHEAD_ADDRESS": fake.address, "STEPAHEAD_STOP": "the end\n###"})
+    assert list(fake.requests[0].stopping.stop_strings) == ["the end", "###"]
+
+
+def test_a_piped_prompt_loses_the_newline_of_its_last_line(stepahead, fake: FakeServer):
+    stepahead("generate", "-", "--address", fake.address, stdin="two\nlines\n\n")
+    assert fake.requests[0].text == "two\nlines\n"
+
+
 def test_prompt_from_stdin_and_as_chat(stepahead, fake: FakeServer):
     stepahead("generate", "-", "--chat", "--address", fake.address, stdin="from a pipe")
     assert fake.requests[0].chat.messages[0].content == "from a pipe"

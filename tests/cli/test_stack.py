@@ -147,7 +147,7 @@ async def test_bad_exit_while_stopping_is_an_error(services: Services):
         await run_stack(services.stack(scheduler="sour"), body)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_first_signal_drains_in_order(services: Services, signal_number: int):
     async def body(ready: StackReady) -> None:
         os.kill(os.getpid(), signal_number)
@@ -158,6 +158,20 @@ async def test_first_signal_drains_in_order(services: Services, signal_number: i
     assert not caught.value.killed
     assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM"]
     assert services.view.seen[-1] == "stopping"
+
+
+async def test_under_nohup_a_closed_terminal_does_not_stop_it(services: Services):
+    async def body(ready: StackReady) -> str:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        return "went on"
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert await run_stack(services.stack(), body) == "went on"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_second_signal_kills_a_child_that_hangs(services: Services):

@@ -37,6 +37,12 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is no list of token ids such as 1,2,3", param, ctx)
 
 
+class StopText(click.types.StringParamType):
+    """A stop text, which may hold blanks: an environment variable has one per line."""
+
+    envvar_list_splitter = "\n"
+
+
 class StackArguments(TypedDict):
     """The values of `stack_options`, for StackOptions."""
 
@@ -79,12 +85,11 @@ def generation_options(command: _Callback) -> _Callback:
             click.option("--top-k", type=int, help="Keep this many likeliest tokens; 0 or -1: all."),
             click.option("--min-p", type=float, help="Keep tokens of this share of the best one's probability."),
             click.option("--seed", type=int, help="Makes draws repeatable."),
-            # From the environment, a stop text would be split at its blanks.
             click.option(
                 "--stop",
                 multiple=True,
-                allow_from_autoenv=False,
-                help="Text that ends the answer; may be repeated.",
+                type=StopText(),
+                help="Text that ends the answer; may be repeated (in the environment: one per line).",
             ),
             click.option("--stop-token-ids", type=TokenIds(), default=(), help="Token ids that end the answer."),
             click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's own end."),

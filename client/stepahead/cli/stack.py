@@ -25,7 +25,6 @@ _LAST_WORDS_S = 0.5
 # How long a service may take to end beyond what it was told, before it is killed.
 _STOP_GRACE_S = 10.0
 
-# A closed terminal stops the stack as Ctrl-C does.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -230,8 +229,8 @@ class Stack:
 async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -> _T:
     """Starts the stack, runs `body` while it serves, and stops it.
 
-    The first SIGINT or SIGTERM cancels `body` and stops the stack in order, the second kills it; both end in
-    StackInterrupted. A child that ends by itself cancels `body` and ends in StackError.
+    The first SIGINT, SIGTERM or SIGHUP cancels `body` and stops the stack in order, the second kills it; both
+    end in StackInterrupted. A child that ends by itself cancels `body` and ends in StackError.
     """
 
     async def serve() -> _T:
@@ -250,7 +249,9 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
         else:
             stack.kill()
 
-    for signal_number in _STOP_SIGNALS:
+    # A closed terminal stops the stack as Ctrl-C does, except under nohup, which ignores its signal.
+    stop_signals = [each for each in _STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    for signal_number in stop_signals:
         loop.add_signal_handler(signal_number, on_signal)
     try:
         result = await work
@@ -266,7 +267,7 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
     else:
         return result
     finally:
-        for signal_number in _STOP_SIGNALS:
+        for signal_number in stop_signals:
             loop.remove_signal_handler(signal_number)
 
 
