@@ -22,6 +22,7 @@ from stepahead.worker.model.registry import make_runner
 from stepahead.worker.runner import Runner, StepBatch
 from stepahead.worker.server import WorkerServer
 from stepahead.worker.settings import WorkerSettings
+from tests.conformance.double import settings
 
 BOUND_S = 30.0
 """Nothing that is waited for takes this long; it is a bound, not a duration."""
@@ -31,27 +32,8 @@ DELIVERY_FINAL_ONLY = generation_pb2.OutputParams.DELIVERY_FINAL_ONLY
 
 def worker_settings(model: str, **fields: Any) -> WorkerSettings:
     """A small worker: eight sequences, blocks of four tokens."""
-    defaults: dict[str, Any] = {
-        "model": model,
-        "host": "127.0.0.1",
-        "port": 0,
-        "dtype": "auto",
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
-        "max_model_len": 256,
-        "block_size": 4,
-        "num_kv_blocks": 512,
-        "kv_cache_bytes": None,
-        "max_overlap_depth": 2,
-        "threads": None,
-        "resume_grace_ns": 10_000_000_000,
-        "max_step_ns": 60_000_000_000,
-        "hold_events": False,
-        "reflection": None,
-        "log_format": "console",
-        "announce_fd": None,
-    }
-    return WorkerSettings(**(defaults | fields))
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "num_kv_blocks": 512}
+    return settings(**({"model": model} | sizes | fields))
 
 
 def watched(runner: Runner, step_s: float, on_forward: Callable[[StepBatch], None]) -> Runner:

@@ -70,8 +70,11 @@ def make_step(shape, weights, isa, *, dtype=torch.float32, num_threads=2, num_bl
     return step
 
 
-def layout_of(rows, block_tables, block_size=16):
-    """rows: (first position, tokens) for each block table."""
+def layout_of(rows, block_tables, block_size=16, padding=10**6):
+    """rows: (first position, tokens) for each block table.
+
+    `padding` fills what lies past a row's need. It must not be read: unless told, a block that does not exist.
+    """
     positions, slots = [], []
     for (start, count), blocks in zip(rows, block_tables, strict=True):
         for position in range(start, start + count):
@@ -83,8 +86,7 @@ def layout_of(rows, block_tables, block_size=16):
         slot_mapping=np.array(slots, np.int64),
         query_start_loc=np.cumsum([0, *(count for _, count in rows)]).astype(np.int32),
         seq_lens=np.array([start + count for start, count in rows], np.int32),
-        # What lies past a row's need must not be read: here, blocks that do not exist.
-        block_tables=np.array([[*blocks, *[10**6] * (width - len(blocks))] for blocks in block_tables], np.int32),
+        block_tables=np.array([[*blocks, *[padding] * (width - len(blocks))] for blocks in block_tables], np.int32),
     )
 
 

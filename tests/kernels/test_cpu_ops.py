@@ -7,10 +7,11 @@ import torch
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
-from stepahead.kernels.ops import AttentionShape, StepLayout
+from stepahead.kernels.ops import AttentionShape
 from stepahead.kernels.reference.attention import paged_attention, write_kv
 from stepahead.kernels.reference.elementwise import rms_norm, silu_mul
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
+from tests.kernels.step_model import layout_of
 
 BLOCK_SIZE = 4
 HEAD_DIM = 8
@@ -27,23 +28,6 @@ def shape_of(num_heads, num_kv_heads):
     )
 
 
-def layout_of(rows, block_tables):
-    """rows: (first position, tokens) for each block table."""
-    positions, slots = [], []
-    for (start, count), blocks in zip(rows, block_tables, strict=True):
-        for position in range(start, start + count):
-            positions.append(position)
-            slots.append(blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-    width = max(len(blocks) for blocks in block_tables)
-    return StepLayout(
-        positions=np.array(positions, np.int64),
-        slot_mapping=np.array(slots, np.int64),
-        query_start_loc=np.cumsum([0, *(count for _, count in rows)]).astype(np.int32),
-        seq_lens=np.array([start + count for start, count in rows], np.int32),
-        block_tables=np.array([[*blocks, *[0] * (width - len(blocks))] for blocks in block_tables], np.int32),
-    )
-
-
 class Mirror:
     """The reference cache, kept beside the fast one."""
 
@@ -55,7 +39,7 @@ class Mirror:
 
     def step(self, rows, block_tables, rng):
         """Feeds random rows; returns the fast result and the reference's, tokens in layout order."""
-        layout = layout_of(rows, block_tables)
+        layout = layout_of(rows, block_tables, BLOCK_SIZE, padding=0)
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         qkv = rng.normal(size=(len(layout.positions), heads + 2 * kv_heads, HEAD_DIM)).astype(np.float32)
         prepared = self.attention.prepare(layout)

@@ -6,7 +6,6 @@ before the first round: an opener, a request of one token, holds the device unti
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from stepahead.cli.failures import EXIT_FAILURE
+from stepahead.cli.failures import StackError
 from stepahead.cli.lab_session import (
     MAX_FLUSHES,
     RecordedStep,
     lab_session,
     on_paper,
     on_stack,
+    run_experiment,
     show_facts,
 )
-from stepahead.cli.local_services import passing_log_dir, require_extras
 from stepahead.cli.options import CONTEXT_SETTINGS
 from stepahead.cli.stack import StackOptions
 
@@ -143,13 +142,10 @@ def read_rounds(steps: Sequence[RecordedStep], num_tokens: int) -> Outcome:
 @click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
 def batch(*, verbose: bool) -> None:
     """Fill two slots with three requests, in fixed batches and with refilling."""
-    require_extras("scheduler", "worker")
-    with passing_log_dir(verbose=verbose) as log_dir:
-        outcomes = asyncio.run(_play_all(log_dir))
+    outcomes = run_experiment(_play_all, verbose=verbose)
     _show(outcomes)
     if not all(golden.outcome == outcome for golden, outcome in outcomes):
-        click.echo("error: a table differs from the one on paper", err=True)
-        raise SystemExit(EXIT_FAILURE)
+        raise StackError("a table differs from the one on paper")
 
 
 async def _play_all(log_dir: Path | None) -> list[tuple[Golden, Outcome]]:

@@ -9,7 +9,6 @@ that names none came with the flush.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from stepahead.cli.failures import EXIT_FAILURE, StackError
-from stepahead.cli.lab_session import RecordedStep, lab_session, on_paper, on_stack, show_facts
-from stepahead.cli.local_services import passing_log_dir, require_extras
+from stepahead.cli.failures import StackError
+from stepahead.cli.lab_session import RecordedStep, lab_session, on_paper, on_stack, run_experiment, show_facts
 from stepahead.cli.options import CONTEXT_SETTINGS
 from stepahead.cli.stack import StackOptions
 
@@ -140,13 +138,10 @@ def _settling_call(step: RecordedStep) -> int:
 @click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
 def boundary(*, verbose: bool) -> None:
     """Follow the previous-step boundary from call to call, with overlap on and off."""
-    require_extras("scheduler", "worker")
-    with passing_log_dir(verbose=verbose) as log_dir:
-        outcomes = asyncio.run(_play_all(log_dir))
+    outcomes = run_experiment(_play_all, verbose=verbose)
     _show(outcomes)
     if outcomes != GOLDEN:
-        click.echo("error: a table differs from the one on paper", err=True)
-        raise SystemExit(EXIT_FAILURE)
+        raise StackError("a table differs from the one on paper")
 
 
 async def _play_all(log_dir: Path | None) -> dict[str, Outcome]:

@@ -4,21 +4,17 @@ The toy model is a table: for each last word, a score for each next word. The re
 that any request takes: client, scheduler, worker and back.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from stepahead.cli.failures import EXIT_FAILURE
-from stepahead.cli.local_services import passing_log_dir, require_extras
+from stepahead.cli.failures import StackError
+from stepahead.cli.lab_session import on_paper, on_stack, run_experiment, show_facts
 from stepahead.cli.options import CONTEXT_SETTINGS
-from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
-from stepahead.cli.stack_view import ConsoleView
+from stepahead.cli.stack import StackOptions
 from stepahead.client import AsyncClient, Completion, FinishReason
 
 WORDS = ("<start>", "Small", "steps", "help", "<end>")
@@ -78,13 +74,10 @@ CASES = (
 @click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
 def generate(*, verbose: bool) -> None:
     """Generate greedily from a score table: what ends a generation?"""
-    require_extras("scheduler", "worker")
-    with passing_log_dir(verbose=verbose) as log_dir:
-        outcomes = asyncio.run(_run_cases(log_dir))
+    outcomes = run_experiment(_run_cases, verbose=verbose)
     _show(outcomes)
     if not all(case.agrees_with(completion) for case, completion in outcomes):
-        click.echo("error: an answer differs from the table's", err=True)
-        raise SystemExit(EXIT_FAILURE)
+        raise StackError("an answer differs from the table's")
 
 
 async def _run_cases(log_dir: Path | None) -> list[tuple[Case, Completion]]:
@@ -92,12 +85,11 @@ async def _run_cases(log_dir: Path | None) -> list[tuple[Case, Completion]]:
     for model in dict.fromkeys(case.model for case in CASES):
         cases = [case for case in CASES if case.model == model]
 
-        async def ask(ready: StackReady, cases: Sequence[Case] = cases) -> list[Completion]:
-            async with AsyncClient(ready.address) as client:
+        async def ask(address: str, cases: Sequence[Case] = cases) -> list[Completion]:
+            async with AsyncClient(address) as client:
                 return [await client.generate([0], max_tokens=case.limit, temperature=0.0) for case in cases]
 
-        with ConsoleView(Console(stderr=True, quiet=True)) as view:
-            completions = await run_stack(Stack(StackOptions(model=model), view, log_dir=log_dir), ask)
+        completions = await on_stack(StackOptions(model=model), ask, log_dir)
         outcomes += zip(cases, completions, strict=True)
     return outcomes
 
@@ -106,16 +98,17 @@ def _show(outcomes: Sequence[tuple[Case, Completion]]) -> None:
     console = Console(highlight=False)
     console.print("Prompt <start>; each step takes the word with the highest score.\n", style="bold")
     for case, completion in outcomes:
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim")
-        rows.add_column(overflow="fold")
         words = " > ".join(WORDS[token_id] for token_id in (0, *completion.token_ids))
         stopped = completion.finish_reason is FinishReason.STOP
-        rows.add_row("limit", f"{case.limit} tokens")
-        rows.add_row("words", Text(words))
-        rows.add_row("text", Text(completion.text, style="bold"))
-        rows.add_row("ended by", "the end token" if stopped else f"the {completion.finish_reason.value} limit")
-        rows.add_row("shows", case.rule)
-        rows.add_row("on paper", "the same" if case.agrees_with(completion) else "SOMETHING ELSE")
-        console.print(rows)
+        show_facts(
+            console,
+            [
+                ("limit", f"{case.limit} tokens"),
+                ("words", words),
+                ("text", completion.text),
+                ("ended by", "the end token" if stopped else f"the {completion.finish_reason.value} limit"),
+                ("shows", case.rule),
+                ("on paper", on_paper(agrees=case.agrees_with(completion))),
+            ],
+        )
         console.print()

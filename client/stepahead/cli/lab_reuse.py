@@ -6,7 +6,6 @@ step adds only the tokens it feeds; without, every step adds up the history agai
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from stepahead.cli.failures import EXIT_FAILURE
-from stepahead.cli.lab_session import RecordedStep, lab_session, on_paper, on_stack, show_facts
-from stepahead.cli.local_services import passing_log_dir, require_extras
+from stepahead.cli.failures import StackError
+from stepahead.cli.lab_session import RecordedStep, lab_session, on_paper, on_stack, run_experiment, show_facts
 from stepahead.cli.options import CONTEXT_SETTINGS, TokenIds
 from stepahead.cli.stack import StackOptions
 
@@ -78,13 +76,10 @@ def reuse(prompt: tuple[int, ...], outputs: int, *, verbose: bool) -> None:
     """Count additions with and without a cache."""
     if not prompt or not all(0 <= token < 10 for token in prompt):
         raise click.BadParameter("must be digits, at least one", param_hint="--prompt")
-    require_extras("scheduler", "worker")
-    with passing_log_dir(verbose=verbose) as log_dir:
-        outcomes = asyncio.run(_play_all(prompt, outputs, log_dir))
+    outcomes = run_experiment(lambda log_dir: _play_all(prompt, outputs, log_dir), verbose=verbose)
     _show(outcomes)
     if not _agrees(outcomes):
-        click.echo("error: the counts differ from those on paper", err=True)
-        raise SystemExit(EXIT_FAILURE)
+        raise StackError("the counts differ from those on paper")
 
 
 async def _play_all(prompt: tuple[int, ...], num_outputs: int, log_dir: Path | None) -> dict[str, Outcome]:

@@ -7,11 +7,11 @@ Nothing here is computed twice: what a table shows was read from the plans and b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepahead.cli.failures import StackError
+from stepahead.cli.local_services import passing_log_dir, require_extras
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView
 from stepahead.client.channel import open_aio_channel
@@ -213,6 +214,13 @@ async def lab_session(address: str) -> AsyncGenerator[LabSession]:
         yield session
     finally:
         await session.close()
+
+
+def run_experiment(play: Callable[[Path | None], Coroutine[Any, Any, _T]], *, verbose: bool) -> _T:
+    """What `play` returns, given the folder for the services' logs (None: stderr), which stays only if it fails."""
+    require_extras("scheduler", "worker")
+    with passing_log_dir(verbose=verbose) as log_dir:
+        return asyncio.run(play(log_dir))
 
 
 async def on_stack(options: StackOptions, play: Callable[[str], Awaitable[_T]], log_dir: Path | None) -> _T:

@@ -7,7 +7,6 @@ is replayed later. The replay is cut so that the processed tokens come first and
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from stepahead.cli.failures import EXIT_FAILURE, StackError
-from stepahead.cli.lab_session import RecordedRow, lab_session, on_paper, on_stack, show_facts
-from stepahead.cli.local_services import passing_log_dir, require_extras
+from stepahead.cli.failures import StackError
+from stepahead.cli.lab_session import RecordedRow, lab_session, on_paper, on_stack, run_experiment, show_facts
 from stepahead.cli.options import CONTEXT_SETTINGS
 from stepahead.cli.stack import StackOptions
 
@@ -145,13 +143,10 @@ def read_outcome(
 @click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
 def window(*, verbose: bool) -> None:
     """Lose a sliding window to another request and rebuild it from what was processed."""
-    require_extras("scheduler", "worker")
-    with passing_log_dir(verbose=verbose) as log_dir:
-        outcomes = asyncio.run(_play_all(log_dir))
+    outcomes = run_experiment(_play_all, verbose=verbose)
     _show(outcomes)
     if tuple(outcomes) != GOLDEN:
-        click.echo("error: a window differs from the one on paper", err=True)
-        raise SystemExit(EXIT_FAILURE)
+        raise StackError("a window differs from the one on paper")
 
 
 async def _play_all(log_dir: Path | None) -> list[Outcome]:

@@ -13,7 +13,7 @@ import grpc.aio
 from stepahead.client import convert
 from stepahead.client.channel import DEFAULT_ADDRESS, open_aio_channel
 from stepahead.client.errors import DeadlineError, RequestCancelledError, UnavailableError, from_rpc_error
-from stepahead.client.folding import CompletionFold
+from stepahead.client.folding import FoldedStream
 from stepahead.client.multiplex import AsyncMultiplex, MultiplexCall
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
 from stepahead.client.requests import (
@@ -30,7 +30,7 @@ from stepahead.client.requests import (
     tokenize_message,
 )
 from stepahead.client.status import ServerStatus
-from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo, Phase, Started
+from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo
 from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 _Request = TypeVar("_Request")
@@ -51,7 +51,7 @@ class _ResponseCall(Protocol):
     def cancel(self) -> bool: ...
 
 
-class AsyncCompletionStream:
+class AsyncCompletionStream(FoldedStream):
     """The answer to one request, as it is made.
 
     Use it as a context manager and iterate inside::
@@ -65,32 +65,12 @@ class AsyncCompletionStream:
     """
 
     def __init__(self, start: Callable[[], _ResponseCall], request: GenerationRequest) -> None:
+        super().__init__(request)
         self._start = start
-        self._fold = CompletionFold(request)
         self._call: _ResponseCall | None = None
         self._ended = False
         self._cancelled = False
         self._pending: deque[Delta] = deque()
-
-    @property
-    def started(self) -> Started | None:
-        """The admission event, once it has come."""
-        return self._fold.started
-
-    @property
-    def phase(self) -> Phase:
-        """Where the request is, as far as the server has said."""
-        return self._fold.phase
-
-    @property
-    def text(self) -> str:
-        """Text of choice 0 so far."""
-        return self._fold.text()
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Token ids of choice 0 so far."""
-        return self._fold.token_ids()
 
     async def completion(self) -> Completion:
         """Reads the rest of the stream and returns the finished request. Raises StepaheadError."""

@@ -147,3 +147,30 @@ class CompletionFold:
         if num_finished != self._num_choices:
             raise ProtocolError(f"the request ended after {num_finished} of {self._num_choices} choices")
         self._usage_timings = (convert.usage(message.usage), convert.timings(message.timings))
+
+
+class FoldedStream:
+    """What can be read of a request at any moment; the blocking and the asyncio stream add how it is read."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self._fold = CompletionFold(request)
+
+    @property
+    def started(self) -> Started | None:
+        """The admission event, once it has come."""
+        return self._fold.started
+
+    @property
+    def phase(self) -> Phase:
+        """Where the request is, as far as the server has said."""
+        return self._fold.phase
+
+    @property
+    def text(self) -> str:
+        """Text of choice 0 so far."""
+        return self._fold.text()
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of choice 0 so far."""
+        return self._fold.token_ids()

@@ -11,7 +11,7 @@ import grpc
 from stepahead.client import convert
 from stepahead.client.channel import DEFAULT_ADDRESS, open_channel
 from stepahead.client.errors import DeadlineError, UnavailableError, from_rpc_error
-from stepahead.client.folding import CompletionFold
+from stepahead.client.folding import FoldedStream
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
 from stepahead.client.requests import (
     ChatTurn,
@@ -27,7 +27,7 @@ from stepahead.client.requests import (
     tokenize_message,
 )
 from stepahead.client.status import ServerStatus
-from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo, Phase, Started
+from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo
 from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 _Request_contra = TypeVar("_Request_contra", contravariant=True)
@@ -49,7 +49,7 @@ class _ResponseCall(Protocol):
     def cancel(self) -> bool: ...
 
 
-class CompletionStream:
+class CompletionStream(FoldedStream):
     """The answer to one request, as it is made.
 
     Use it as a context manager and iterate inside::
@@ -63,31 +63,11 @@ class CompletionStream:
     """
 
     def __init__(self, start: Callable[[], _ResponseCall], request: GenerationRequest) -> None:
+        super().__init__(request)
         self._start = start
-        self._fold = CompletionFold(request)
         self._call: _ResponseCall | None = None
         self._ended = False
         self._pending: deque[Delta] = deque()
-
-    @property
-    def started(self) -> Started | None:
-        """The admission event, once it has come."""
-        return self._fold.started
-
-    @property
-    def phase(self) -> Phase:
-        """Where the request is, as far as the server has said."""
-        return self._fold.phase
-
-    @property
-    def text(self) -> str:
-        """Text of choice 0 so far."""
-        return self._fold.text()
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Token ids of choice 0 so far."""
-        return self._fold.token_ids()
 
     def completion(self) -> Completion:
         """Reads the rest of the stream and returns the finished request. Raises StepaheadError."""

@@ -88,7 +88,7 @@ class Executor:
                 command = self._next_command()
                 if isinstance(command, commands.StopExecutor):
                     if self._epoch is not None:
-                        self._epoch.round.abandon()
+                        self._epoch.round.release_held()
                     return
                 if command is not None:
                     self._handle(command)
@@ -171,7 +171,7 @@ class Executor:
 
     def _forget_epoch(self) -> None:
         if self._epoch is not None:
-            self._epoch.round.abandon()
+            self._epoch.round.release_held()
             self._epoch = None
 
     def _pong(self, epoch: Epoch, nonce: int) -> worker_pb2.RunStepsResponse:

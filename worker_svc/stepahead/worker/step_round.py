@@ -75,14 +75,10 @@ class StepRound:
         return step.forward_ended_ns + step.gate_wait_ns
 
     def release_held(self) -> None:
-        """Lets held events go (--hold-events, --single-step)."""
+        """Lets held events go (--hold-events, --single-step): for a flush, or because the epoch is over."""
         for step in (self._retained, self._current):
             if step is not None:
                 step.release.set()
-
-    def abandon(self) -> None:
-        """The epoch is over: nothing of it is settled any more."""
-        self.release_held()
 
     def advance(self) -> None:
         """Goes on with the round as far as possible."""
