@@ -6,14 +6,14 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from stepahead.cli import bench_scheduler
+from stepahead.cli import services
 from stepahead.cli.main import main
 
 
 @pytest.mark.parametrize("measurement", ["scheduler", "traces"])
 def test_arguments_are_passed_through(monkeypatch: pytest.MonkeyPatch, measurement: str):
     executed: list[list[str]] = []
-    monkeypatch.setattr(bench_scheduler.os, "execv", lambda path, argv: executed.append(argv))
+    monkeypatch.setattr(services.os, "execv", lambda path, argv: executed.append(argv))
     result = CliRunner().invoke(main, ["bench", measurement, "--rows", "8,64", "--json", "--help"])
     assert result.exit_code == 0, result.output
     assert executed == [
