@@ -100,8 +100,7 @@ def _commit_members(
         _commit_mixed_members(lane, step, result, outcome, finish)
         return
     tokens = result.token_ids if len(result.token_ids) == num_members else result.token_ids[-num_members:]
-    for history, token in zip(members.histories, tokens, strict=True):
-        history.append(token)
+    lane.clock.backlog.push(members.histories, tokens)
     if outcome.keys:
         outcome.keys = outcome.keys + members.keys
         outcome.token_ids = outcome.token_ids + tokens
@@ -125,6 +124,7 @@ def _commit_mixed_members(
     num_explicit_tokens = first if counts is None else sum(counts[:first])
     tokens = iter(result.token_ids[num_explicit_tokens:])
     keys, token_ids = list(outcome.keys), list(outcome.token_ids)
+    lane.clock.backlog.flush()
     for index, stay in enumerate(step.members.stays, first):
         if counts is not None and not counts[index]:
             stay.num_settled -= 1  # the clock counted it
@@ -136,7 +136,7 @@ def _commit_mixed_members(
         if sequence.status is RequestStatus.FINISHED:
             outcome.num_overrun_rows += 1
             continue
-        sequence.history.append(token)
+        sequence.unflushed_history.append(token)
         keys.append(sequence.request.key)
         token_ids.append(token)
         _check_end(sequence, token, outcome, finish)

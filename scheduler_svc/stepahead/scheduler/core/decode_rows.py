@@ -17,7 +17,7 @@ class DecodeRows:
         self.stays = list(stays)
         self.incarnations: list[Incarnation] = [stay.incarnation for stay in self.stays]
         self.keys: list[RequestKey] = [stay.sequence.request.key for stay in self.stays]
-        self.histories = [stay.sequence.history for stay in self.stays]
+        self.histories = [stay.sequence.unflushed_history for stay in self.stays]
         # Most requests share one set; the union is what a step's tokens are tested against at once.
         self.stop_token_ids: frozenset[int] = frozenset().union(
             *{stay.sequence.request.stop_token_ids for stay in self.stays}

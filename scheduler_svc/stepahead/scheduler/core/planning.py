@@ -149,7 +149,7 @@ def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_o
 def _advance(lane: Lane, step: StepInFlight, sitting_out: dict[Stay, None]) -> None:
     if step.members:
         for stay in sitting_out:
-            stay.sit_out()
+            lane.sit_out(stay)
         lane.tick(step)
     for stay, count, samples in step.explicit_rows:
         stay.num_dispatched += count

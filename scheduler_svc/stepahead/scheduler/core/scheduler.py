@@ -88,6 +88,7 @@ class Scheduler:
         lane = self.lanes.pop(lane_id, None)
         if lane is None:
             raise UnknownLane(f"lane {lane_id}")
+        lane.clock.backlog.flush()
         lost: dict[Stay, None] = dict.fromkeys([*lane.prefilling, *lane.decoding, *lane.finishing])
         preempted: list[Preempted] = []
         for stay in lost:
