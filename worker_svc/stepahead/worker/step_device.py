@@ -101,8 +101,7 @@ class StepDevice:
                 step.release.wait()
             self._end(step)
 
-        self._stream.submit(sample)
-        self._stream.record_event(on_end)
+        self._stream.submit(sample, on_end)
 
     def reset(self, worker_epoch: int) -> None:
         """A new epoch: cells are void, and steps of older epochs that were never sampled are forgotten."""
