@@ -22,6 +22,7 @@ class StepInFlight:
 
     __slots__ = (
         "borrowed",
+        "constrained",
         "explicit_rows",
         "fenced",
         "has_dead_rows",
@@ -42,6 +43,8 @@ class StepInFlight:
         if explicit_rows:
             self.incarnations = [stay.incarnation for stay, _, _ in explicit_rows] + members.incarnations
         self.num_tokens = sum(count for _, count, _ in explicit_rows) + len(members)
+        self.constrained: list[tuple[Stay, int]] = []
+        """Rows whose sample waits for a mask, and the position each feeds last."""
         self.last_outputs: list[Stay] = []
         """Members whose last possible output this step samples."""
         self.has_dead_rows = False
