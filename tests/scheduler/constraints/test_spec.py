@@ -145,15 +145,35 @@ def test_overlapping_one_of_is_refused_by_the_engine():
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"a(?=b)", r"(?i)a", r"(?P<n>a)", "[a&&b]", "[a--b]", "[[a]]", "[]a]", "[^]", r"\A", r"\z", r"\1",
-                r"\b", "{,3}", "[a", r"\ca", "\\", r"(?<!a)b"]  # fmt: skip
+    "pattern",
+    [
+        r"a(?=b)",
+        r"(?i)a",
+        r"(?P<n>a)",
+        "[a&&b]",
+        "[a--b]",
+        "[[a]]",
+        "[]a]",
+        "[^]",
+        r"\A",
+        r"\z",
+        r"\1",
+        r"\b",
+        "{,3}",
+        "[a",
+        r"\ca",
+        "\\",
+        r"(?<!a)b",
+    ],
 )
 def test_patterns_that_mean_something_else_are_refused(pattern: str):
     with pytest.raises(ConstraintInvalid, match="/pattern: "):
         reduce_schema(json.dumps({"pattern": pattern}))
 
 
-@pytest.mark.parametrize("pattern", [r"^a{1,3}$", r"^(?:a|b)+\.\/[^\]\-a-z]\d\u00e9$", r"^(?<n>x)\p{L}$", r"^[&-]\x41$"])
+@pytest.mark.parametrize(
+    "pattern", [r"^a{1,3}$", r"^(?:a|b)+\.\/[^\]\-a-z]\d\u00e9$", r"^(?<n>x)\p{L}$", r"^[&-]\x41$"]
+)
 def test_other_patterns_are_taken(pattern: str):
     assert matcher(schema_spec({"type": "string", "pattern": pattern})).mask()
 
@@ -161,8 +181,10 @@ def test_other_patterns_are_taken(pattern: str):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ('start: "a" <eos>', "special tokens"), ("start: <[7]> /x/", "special tokens"), ("start: @other", "references"),
-        ('start: %json {"type": "object"}', "%json"), ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "%llg"),
+        ('start: "a" <eos>', "special tokens"), ("start: <[7]> /x/", "special tokens"),
+        ("start: @other", "references"),
+        ('start: %json {"type": "object"}', "%json"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "%llg"),
         ("start: x\nx[max_tokens=3]: /a+/", "max_tokens"), ("start: x\nx[temperature=0.5]: /a/", "temperature"),
         ('start: x\nx[stop="b"]: /a+/', "stop"), ('start: "\\"" <eos> "\\""', "special tokens"),
     ],

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepahead.scheduler.constraints.errors import (
     ConstraintBusy,
@@ -139,7 +139,7 @@ class ConstraintCompiler:
     async def close(self) -> None:
         """Kills the processes; compiles that are under way end with ConstraintUnavailable."""
         self._closed = True
-        tasks = [*self._pending.values(), *([self._starting] if self._starting else [])]
+        tasks: list[asyncio.Task[Any]] = [*self._pending.values(), *([self._starting] if self._starting else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

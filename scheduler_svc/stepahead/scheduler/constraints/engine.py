@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
@@ -48,7 +48,7 @@ def grammar_of(spec: ConstraintSpec) -> str:
             return _lark_grammar("start: " + " | ".join(map(_lark_string, dict.fromkeys(spec.texts))))
 
 
-def _json_grammar(schema: dict[str, object] | bool) -> str:
+def _json_grammar(schema: object) -> str:
     grammars = [{"lark_grammar": f"{_OPTIONS}\nstart: @document"}, {"name": "document", "json_schema": schema}]
     return json.dumps({"grammars": grammars})
 
@@ -112,4 +112,4 @@ class _Pieces:
     def __call__(self, text: bytes | str) -> list[int]:
         """Byte by byte: only what the wrapper tries when it is made, and what no grammar of ours asks for."""
         encoded = text.encode() if isinstance(text, str) else text
-        return [cast("int", self._id_of_byte.get(value, self.eos_token_id)) for value in encoded]
+        return [self._id_of_byte.get(value, self.eos_token_id) for value in encoded]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NoReturn, TypeGuard, cast
 from urllib.parse import unquote
 
@@ -89,17 +89,15 @@ def _finite(text: str) -> float:
 
 def _check_depth(document: object) -> None:
     level = [document]
-    for _ in range(MAX_DEPTH + 1):
-        deeper: list[object] = []
-        for value in level:
-            if _is_object(value):
-                deeper.extend(value.values())
-            elif _is_list(value):
-                deeper.extend(value)
-        if not deeper:
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level if _is_object(value) or _is_list(value) for inner in _children(value)]
+        if not any(_is_object(value) or _is_list(value) for value in level):
             return
-        level = deeper
     _refuse("", f"nested deeper than {MAX_DEPTH} levels")
+
+
+def _children(value: dict[str, object] | list[object]) -> Iterable[object]:
+    return value.values() if _is_object(value) else value
 
 
 class _Reducer:

@@ -11,9 +11,7 @@ from typing import Final
 
 # As in the engine's lexer (parser/src/lark/lexer.rs): comments, strings and regular expressions, in which anything
 # may stand. What does not end stays in the text, and is then refused by the engine itself.
-_OPAQUE: Final = re.compile(
-    r"""(?:\#|//)[^\n]* | "(?:\\.|[^"\\\x00-\x1f\x7f])*" | /(?:\\.|[^/\\])+/""", re.VERBOSE
-)
+_OPAQUE: Final = re.compile(r"""(?:\#|//)[^\n]* | "(?:\\.|[^"\\\x00-\x1f\x7f])*" | /(?:\\.|[^/\\])+/""", re.VERBOSE)
 _DIRECTIVE: Final = re.compile(r"%[A-Za-z]+")
 _DIRECTIVES: Final = frozenset({"%ignore", "%import", "%regex", "%if"})
 _OPTION: Final = re.compile(r"\b(max_tokens|temperature|stop|stop_capture)\s*=")

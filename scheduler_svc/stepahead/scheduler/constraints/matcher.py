@@ -15,6 +15,9 @@ from llguidance import LLExecutor, LLMatcher
 from stepahead.scheduler.constraints.errors import MatcherError, MatcherFailed, NothingAllowed, TokenRejected
 from stepahead.scheduler.constraints.token_table import TokenTable
 
+# How the engine's message begins when no token of this tokenizer continues the text; else a limit was reached.
+_DEAD_END: Final = "NoExtension"
+
 
 class Matcher:
     """A position in a grammar. For one thread at a time; every method but `fork` costs microseconds.
@@ -145,6 +148,8 @@ def _finish(matcher: Matcher, raw: bytes | None, *, end_allowed: bool) -> bytes:
         raise NothingAllowed("constraint: the text has ended")
     # In an error state the engine "allows" an end of text, so that callers without checks stop.
     if engine.is_error():
+        if engine.get_error().startswith(_DEAD_END):
+            raise NothingAllowed("constraint: no token can follow")
         raise MatcherFailed("constraint: the grammar is too complex at this place")
     mask = bytearray(table.mask_bytes) if raw is None else bytearray(raw[: table.mask_bytes])
     may_end = end_allowed and engine.is_accepting()

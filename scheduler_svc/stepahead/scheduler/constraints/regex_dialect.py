@@ -13,7 +13,9 @@ from typing import Final
 _REPEAT: Final = re.compile(r"\{\d+(?:,\d*)?\}")
 _NAMED_GROUP: Final = re.compile(r"\(\?<[A-Za-z_]\w*>")
 # Letters and digits behind a backslash that mean the same in both; others are unknown to one of them.
-_ESCAPE: Final = re.compile(r"\\(?:[dDwWsStnrfv]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{\w+(?:=\w+)?\}|[^A-Za-z0-9\s])")
+_ESCAPE: Final = re.compile(
+    r"\\(?:[dDwWsStnrfv]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[pP]\{\w+(?:=\w+)?\}|[^A-Za-z0-9\s])"
+)
 _CLASS_OPERATORS: Final = ("&&", "--", "~~")
 
 

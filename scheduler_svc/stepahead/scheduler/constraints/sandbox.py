@@ -38,7 +38,8 @@ def main() -> None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"], hello["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    engine = Engine(TokenTable(tuple(piece.encode("latin-1") for piece in hello["pieces"]), tuple(hello["eos_ids"])))
+    pieces = tuple(piece.encode("latin-1") for piece in hello["pieces"])
+    engine = Engine(TokenTable(pieces, tuple(hello["eos_ids"])))
     _write(answers, {"ready": True})
     # From here on only a client's constraint makes the engine print, and its error is answered.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

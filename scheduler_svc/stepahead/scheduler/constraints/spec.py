@@ -1,4 +1,4 @@
-"""What a request asks of its output, as plain values, with the limits that are checked before anything is parsed."""
+"""What a request asks of its output, as plain values, with the limits checked before anything is parsed."""
 
 from __future__ import annotations
 
