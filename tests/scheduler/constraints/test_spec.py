@@ -71,18 +71,20 @@ def test_unsupported_keywords_are_refused_by_pointer(keyword: str):
 
 
 WRONG_VALUES = [
-    ({"type": "strin"}, "/type"), ({"type": []}, "/type"), ({"type": 1}, "/type"), ({"minLength": -1}, "/minLength"),
+    ({"type": "strin"}, "/type"), ({"type": []}, "/type"), ({"type": 1}, "/type"),
+    ({"minLength": -1}, "/minLength"),
     ({"minLength": 1.5}, "/minLength"), ({"minItems": True}, "/minItems"), ({"minimum": "1"}, "/minimum"),
     ({"exclusiveMinimum": True}, "/exclusiveMinimum"), ({"multipleOf": 0}, "/multipleOf"), ({"enum": []}, "/enum"),
-    ({"maximum": 2**53 + 1}, "/maximum"), ({"const": {"a": [2**53 + 1]}}, "/const"), ({"required": "a"}, "/required"),
+    ({"maximum": 2**53 + 1}, "/maximum"), ({"const": {"a": [2**53 + 1]}}, "/const"),
+    ({"required": "a"}, "/required"),
     ({"format": "regex"}, "/format"), ({"format": "unknown"}, "/format"), ({"format": 1}, "/format"),
     ({"items": [{}]}, "/items"), ({"items": 3}, "/items"), ({"allOf": []}, "/allOf"), ({"anyOf": {}}, "/anyOf"),
     ({"properties": []}, "/properties"), ({"minProperties": 2}, "/minProperties"),
     ({"$ref": "http://example.com/a"}, "/$ref"), ({"$ref": "other.json#/a"}, "/$ref"), ({"$ref": "#a"}, "/$ref"),
     ({"$ref": "#/$defs/none"}, "/$ref"), ({"default": {}, "$ref": "#/default"}, "/$ref"),
     ({"$schema": "http://json-schema.org/draft-04/schema#"}, "/$schema"), ({"items": {"$id": "a"}}, "/items/$id"),
-    ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/a", "$defs": {"a": {}}, "type": "null"},
-     "/$ref"),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/a", "type": "null",
+      "$defs": {"a": {}}}, "/$ref"),
     ({"pattern": "(?=a)b"}, "/pattern"), ({"patternProperties": {"[[:alpha:]]": {}}},
                                           "/patternProperties/[[:alpha:]]"),
 ]  # fmt: skip

@@ -190,7 +190,7 @@ class ConstraintCompiler:
             verdict = await sandbox.compile(spec)
         finally:
             self._idle.put_nowait(sandbox)
-        build = asyncio.get_running_loop().run_in_executor(self._builder, self._engine.build, verdict.grammar)
+        build = asyncio.get_running_loop().run_in_executor(self._builder, _warm, self._engine, verdict.grammar)
         return CompiledConstraint(await build, verdict.cost_bytes)
 
     def _keep(self, digest: str, compiled: CompiledConstraint) -> None:
@@ -212,6 +212,13 @@ class ConstraintCompiler:
             del self._failures[digest]
             return None
         return ConstraintInvalid(error.field, error.description)
+
+
+def _warm(engine: Engine, grammar: str) -> Matcher:
+    # The first mask costs the most; forks inherit what the engine learns from it.
+    beginning = engine.build(grammar)
+    beginning.mask()
+    return beginning
 
 
 def _copied(error: ConstraintError) -> ConstraintError:
