@@ -98,7 +98,9 @@ class SandboxProcess:
             raise ConstraintInvalid(spec.field, text) from error
         except (OSError, EOFError) as error:
             await self._reap()
-            text = f"too complex: the compiler ended, its limit is {self._limits.memory_bytes >> 20} MiB"
+            # Which of the two ended it cannot be told from outside: either ends it with SIGABRT.
+            memory_mib = self._limits.memory_bytes >> 20
+            text = f"too complex: nested too deeply, too many properties, or more than {memory_mib} MiB needed"
             raise ConstraintInvalid(spec.field, text) from error
         except BaseException:
             # Cancelled: an answer that nobody reads would be taken for the next one.
