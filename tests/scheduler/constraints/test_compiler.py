@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,6 +35,14 @@ async def compiler() -> AsyncIterator[ConstraintCompiler]:
 
 def other(number: int) -> ConstraintSpec:
     return schema_spec({"const": number})
+
+
+def address_space_bytes(pid: int) -> int:
+    """What RLIMIT_AS counts."""
+    statm = Path(f"/proc/{pid}/statm")
+    if not statm.exists():
+        pytest.skip("address space is limited on Linux only")
+    return int(statm.read_text().split()[0]) * resource.getpagesize()
 
 
 async def test_results_are_kept_and_matchers_are_independent(compiler: ConstraintCompiler):
@@ -92,15 +101,12 @@ async def test_i6_a_late_compile_is_killed_and_others_go_on():
 
 async def test_i6_memory_is_limited(compiler: ConstraintCompiler):
     await compiler.compile(SMALL)
-    status = Path(f"/proc/{compiler.sandbox_pids[0]}/status")
-    if not status.exists():
-        pytest.skip("address space is limited on Linux only")
-    [used_kib] = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmSize")]
+    used_bytes = address_space_bytes(compiler.sandbox_pids[0])
     # Every rule reaches every other: 40 MB, which is well within the default limit.
     rules = "\n".join(f"r{i}: " + " | ".join(f'"{j}" r{j}' for j in range(140)) for i in range(140))
     large = ConstraintSpec(ConstraintKind.GRAMMAR, (f"start: r0\n{rules}",))
     assert (await compiler.compile(large)).cost_bytes > 20 * 2**20
-    limits = CompilerLimits(sandbox=SandboxLimits(memory_bytes=used_kib * 2**10 + 15 * 2**20))
+    limits = CompilerLimits(sandbox=SandboxLimits(memory_bytes=used_bytes + 15 * 2**20))
     tight = ConstraintCompiler(lambda: TABLE, limits)
     with pytest.raises(ConstraintInvalid, match="MiB needed"):
         await tight.compile(large)

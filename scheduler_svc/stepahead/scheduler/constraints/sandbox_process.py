@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -68,6 +69,8 @@ class SandboxProcess:
             *(sys.executable, "-m", "stepahead.scheduler.constraints.sandbox"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # glibc reserves address space per thread, which would count against the limit by chance.
+            env={**os.environ, "MALLOC_ARENA_MAX": "1"},
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
