@@ -2,8 +2,8 @@
 
 A stream executes submitted work first in, first out, and tells when a piece of it and everything before it has
 ended. On the CPU one thread for the life of the process plays the stream. It is also the only thread that ever
-enters torch: libgomp keeps a team of threads per thread that opened a parallel region, and a second team makes every
-later forward about a third slower.
+enters torch: libgomp keeps a team of threads per thread that opened a parallel region, and a second team makes
+every later forward about a third slower.
 """
 
 from __future__ import annotations
