@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from stepahead.worker.runner import StepSamples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +95,7 @@ class StepDevice:
             step.sample_started_ns = time.monotonic_ns()
             samples = self._runner.sample(batch)
             # Copied: the runner may reuse its buffers for the next step, which starts at once.
-            step.samples = StepSamples(samples.token_ids.copy(), samples.status.copy(), samples.traces)
+            step.samples = replace(samples, token_ids=samples.token_ids.copy(), status=samples.status.copy())
             if self._single_step or (self._hold_events and not step.in_place):
                 step.release.wait()
             self._end(step)
