@@ -46,8 +46,8 @@ async def test_counts_and_values_do_not_depend_on_the_overlap(depth: int) -> Non
         while len(boundaries) < len(plans):
             boundaries.append(await scheduler.boundary())
     tokens = [token for boundary in boundaries for token in tokens_of(boundary, 0)]
-    # The sum of 10 prefers 0. It still does, but 0 stands at 9 - 10 now: 1 is the lowest of the zeros. The sum of 11
-    # prefers 1, which stands at -1 too, and 0 at -10: 2 is the lowest of the zeros.
+    # The sum of 10 prefers 0, then again, but 0 stands at 9 - 10 now: 1 is the lowest id of score 0. The sum of 11
+    # prefers 1, which stands at -1 in turn, and 0 at -10: 2 is the lowest id of score 0.
     assert tokens == [0, 1, 2]
     prompt = boundaries[0].completion.prompt_logprobs
     assert (list(prompt.slots), list(prompt.incarnations)) == ([0], [100])
