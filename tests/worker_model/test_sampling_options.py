@@ -66,6 +66,17 @@ def test_j7_j8_raw_values_equal_transformers(tiny, variant, kernels):
             np.testing.assert_allclose(entry.top_values, best.values.numpy(), atol=1e-4)
 
 
+def test_j8_a_replay_reports_the_whole_prompt_again_and_no_output(driver):
+    """A preempted sequence may have lost entries on the way: they come again, from position 1, once each."""
+    asked = Asked(PROMPT, {"prompt_logprobs_top_k": 2})
+    whole = driver.generate([asked], 6, chunk=4)[0]
+    resumed = driver.generate([replace(asked, outputs=whole.tokens[:4])], 6, chunk=6)[0]
+    assert [entry.position for entry in resumed.prompt_logprobs] == list(range(1, len(PROMPT)))
+    for ours, theirs in zip(resumed.prompt_logprobs, whole.prompt_logprobs, strict=True):
+        assert (ours.rank, ours.top_ids) == (theirs.rank, theirs.top_ids)
+        assert ours.value == pytest.approx(theirs.value, abs=1e-4)
+
+
 @pytest.mark.parametrize("kernels", ENGINES)
 def test_repetition_penalty_and_bad_words_equal_transformers(tiny, kernels):
     """Greedy generation by the original with its own processors; the prompt repeats none of the bad word."""
