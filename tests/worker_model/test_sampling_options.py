@@ -167,6 +167,15 @@ def test_j7_processed_values_describe_what_was_drawn_from(driver):
         assert theirs.value < ours.value
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_j7_a_greedy_token_is_the_first_of_its_processed_values(driver, option):
+    """The values are those from before the token was counted."""
+    fields = OPTIONS[option] | {"logprobs_top_k": 1, "processed_logprobs": True}
+    found = driver.generate([Asked(PROMPT, fields)], 14)[0]
+    assert [(entry.rank, entry.top_ids) for entry in found.logprobs] == [(1, [token]) for token in found.tokens]
+    assert [entry.value for entry in found.logprobs] == [entry.top_values[0] for entry in found.logprobs]
+
+
 @pytest.mark.parametrize(
     "spec", ["toy:running-sum", "toy:window-sum", "toy:score-table", "toy:running-sum?reuse=off"]
 )
