@@ -1,4 +1,4 @@
-"""Sampling: the order of operations, its fast form, and what must not change a token (J3, J4, J6, J9, J10, I7)."""
+"""Sampling: the order of operations, its fast form, what must not change a token (J3, J4, J6, J7, J9, J10, I7)."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepahead.kernels.cpu.sampling import largest_ids
+from stepahead.kernels.cpu.sampling import processed_log_weights as fast_log_weights
 from stepahead.kernels.cpu.sampling import sample_row as fast_row
+from stepahead.kernels.reference.penalties import TokenRules, row_penalties
 from stepahead.kernels.reference.philox import draw_uniform
 from stepahead.kernels.reference.sampling import (
     TILE,
@@ -15,6 +17,7 @@ from stepahead.kernels.reference.sampling import (
     as_tiles,
     cumulative_mass,
     pick,
+    processed_log_weights,
     sample_row,
 )
 
@@ -99,6 +102,82 @@ def test_mix_of_all(sample):
     weights[weights < 0.15 * weights.max()] = 0.0
     counts = frequencies(sample, logits, temperature=1.3, top_k=40, top_p=0.8, min_p=0.15)
     assert_distributed(counts, weights / weights.sum())
+
+
+HISTORY, NUM_PROMPT = [0, 1, 1, 5, 5, 6, 5, 9, 11], 4
+RULES = TokenRules(
+    repetition_penalty=1.5,
+    frequency_penalty=0.4,
+    presence_penalty=0.3,
+    bias_ids=np.array([2, 5]),
+    biases=np.array([1.5, 2.5], np.float32),
+)
+MIXES = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.6, "top_k": 9},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"temperature": 2.0, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+def exact_distribution(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
+    """The definition, id by id in Python floats: penalties, bias, bans, then the filters one after another."""
+    outputs = HISTORY[NUM_PROMPT:]
+    scores = {}
+    for token_id, logit in enumerate(logits.tolist()):
+        score = logit
+        if token_id in HISTORY:
+            score = logit / 1.5 if logit > 0 else logit * 1.5
+        score -= 0.4 * outputs.count(token_id) + 0.3 * (token_id in outputs)
+        score += {2: 1.5, 5: 2.5}.get(token_id, 0.0)
+        if token_id not in (7, 8) and token_id < 25:
+            scores[token_id] = score / temperature
+    best = sorted(scores, key=lambda token_id: -scores[token_id])[: top_k or None]
+    weights = {token_id: np.exp(scores[token_id] - scores[best[0]]) for token_id in best}
+    total, run, kept = sum(weights.values()), 0.0, {}
+    for token_id in best:
+        if run < top_p * total:
+            kept[token_id] = weights[token_id]
+        run += weights[token_id]
+    kept = {token_id: weight for token_id, weight in kept.items() if weight >= min_p}
+    probabilities = np.zeros(len(logits))
+    probabilities[list(kept)] = np.array(list(kept.values())) / sum(kept.values())
+    return probabilities
+
+
+@BOTH
+@pytest.mark.parametrize("mix", MIXES)
+def test_j7_frequencies_and_processed_values_follow_the_definition(sample, mix):
+    """What is reported is what is drawn from: both against the same exact distribution."""
+    logits = np.random.default_rng(8).normal(0, 1.5, 30).astype(np.float32)
+    rules = {
+        "penalties": row_penalties(RULES, HISTORY, NUM_PROMPT),
+        "banned": np.array([7]),
+        "suppressed": np.array([8]),
+        "allowed": np.arange(25),
+    }
+    expected = exact_distribution(logits, **mix)
+    assert 1 < np.count_nonzero(expected) < 24
+    assert_distributed(frequencies(sample, logits, num=2000, **mix, **rules), expected)
+    log_weights = processed_log_weights if sample is sample_row else fast_log_weights
+    weights = np.exp(log_weights(logits, RowSampling(**mix, **rules)).astype(np.float64))
+    np.testing.assert_allclose(weights / weights.sum(), expected, atol=1e-6)
+
+
+@BOTH
+def test_j7_processed_values_of_a_greedy_row_are_at_temperature_one(sample):
+    log_weights = processed_log_weights if sample is sample_row else fast_log_weights
+    sampling = RowSampling(banned=np.array([1]), top_k=1)
+    assert sample(LOGITS, sampling) == (2, RowStatus.OK)
+    expected = np.where(np.arange(8) == 1, -np.inf, LOGITS)
+    assert log_weights(LOGITS, sampling).tolist() == expected.tolist()
+
+
+@BOTH
+def test_nothing_left_by_the_lists_together(sample):
+    sampling = RowSampling(allowed=np.array([3, 4]), banned=np.array([3]), suppressed=np.array([4]))
+    assert sample(LOGITS, sampling)[1] == RowStatus.NOTHING_ALLOWED
 
 
 @BOTH
@@ -206,10 +285,33 @@ def test_fast_form_equals_the_reference(seed, vocab_size, levels, top_k, top_p, 
     logits = (rng.integers(0, levels, vocab_size) * (12.0 / levels)).astype(np.float32)
     mask = packed(rng.integers(0, vocab_size, vocab_size), vocab_size) if seed % 3 == 0 else None
     suppressed = rng.integers(0, vocab_size, 3) if seed % 2 else None
-    sampling = RowSampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, draw=draw, mask=mask, suppressed=suppressed
+    ids = rng.permutation(vocab_size)[: int(rng.integers(1, 50))]
+    rules = TokenRules(
+        repetition_penalty=float(rng.choice([1.0, 0.5, 1.7])),
+        frequency_penalty=float(rng.choice([0.0, 0.25, 12.0 / levels])),
+        presence_penalty=float(rng.choice([0.0, 1.0])),
+        bias_ids=ids[:3],
+        biases=rng.integers(-2, 3, len(ids[:3])).astype(np.float32),
     )
-    assert fast_row(logits, sampling) == sample_row(logits, sampling)
+    history = ids[rng.integers(0, len(ids), 20)].tolist()
+    sampling = RowSampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        draw=draw,
+        mask=mask,
+        suppressed=suppressed,
+        penalties=row_penalties(rules, history, 9) if seed % 5 else None,
+        banned=ids[-2:] if seed % 7 == 0 else None,
+        allowed=rng.permutation(vocab_size)[: vocab_size // 2 + 1] if seed % 11 == 0 else None,
+    )
+    token, status = sample_row(logits, sampling)
+    assert fast_row(logits, sampling) == (token, status)
+    if status == RowStatus.OK:
+        weights = fast_log_weights(logits, sampling)
+        assert np.array_equal(weights, processed_log_weights(logits, sampling))
+        assert np.isfinite(weights[token])
 
 
 @given(st.integers(0, 2**32), st.integers(2, 2000), st.data())

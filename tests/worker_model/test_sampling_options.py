@@ -66,6 +66,17 @@ def test_j7_j8_raw_values_equal_transformers(tiny, variant, kernels):
             np.testing.assert_allclose(entry.top_values, best.values.numpy(), atol=1e-4)
 
 
+def test_j8_a_replay_reports_the_whole_prompt_again_and_no_output(driver):
+    """A preempted sequence may have lost entries on the way: they come again, from position 1, once each."""
+    asked = Asked(PROMPT, {"prompt_logprobs_top_k": 2})
+    whole = driver.generate([asked], 6, chunk=4)[0]
+    resumed = driver.generate([replace(asked, outputs=whole.tokens[:4])], 6, chunk=6)[0]
+    assert [entry.position for entry in resumed.prompt_logprobs] == list(range(1, len(PROMPT)))
+    for ours, theirs in zip(resumed.prompt_logprobs, whole.prompt_logprobs, strict=True):
+        assert (ours.rank, ours.top_ids) == (theirs.rank, theirs.top_ids)
+        assert ours.value == pytest.approx(theirs.value, abs=1e-4)
+
+
 @pytest.mark.parametrize("kernels", ENGINES)
 def test_repetition_penalty_and_bad_words_equal_transformers(tiny, kernels):
     """Greedy generation by the original with its own processors; the prompt repeats none of the bad word."""
@@ -156,6 +167,15 @@ def test_j7_processed_values_describe_what_was_drawn_from(driver):
         assert theirs.value < ours.value
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_j7_a_greedy_token_is_the_first_of_its_processed_values(driver, option):
+    """The values are those from before the token was counted."""
+    fields = OPTIONS[option] | {"logprobs_top_k": 1, "processed_logprobs": True}
+    found = driver.generate([Asked(PROMPT, fields)], 14)[0]
+    assert [(entry.rank, entry.top_ids) for entry in found.logprobs] == [(1, [token]) for token in found.tokens]
+    assert [entry.value for entry in found.logprobs] == [entry.top_values[0] for entry in found.logprobs]
+
+
 @pytest.mark.parametrize(
     "spec", ["toy:running-sum", "toy:window-sum", "toy:score-table", "toy:running-sum?reuse=off"]
 )
@@ -197,7 +217,8 @@ def test_hash_toys_keep_the_lists_and_call_every_token_equally_likely():
 
 def test_j2_rows_that_sample_nothing_count_nothing():
     """A skipped row and the hole behind it: fed again, the sequence goes on as if nothing had happened."""
-    asked = Asked([1, 2, 3], {"presence_penalty": 20.0, "logprobs_top_k": 0})
+    # The second output is 0, which is also what an empty result holds: counted once too often it would be avoided.
+    asked = Asked([1, 2, 2], {"presence_penalty": 20.0, "logprobs_top_k": 0})
     expected = PlanDriver(make_runner("toy:running-sum")).generate([asked], 3)[0].tokens
     driver = PlanDriver(make_runner("toy:running-sum"))
     admission = driver.admission(0, asked)
@@ -217,4 +238,5 @@ def test_j2_rows_that_sample_nothing_count_nothing():
     batch = driver.build(decode=1)
     samples = driver.execute(batch)
     assert tokens + samples.token_ids.tolist() == expected
+    assert expected[1] == 0
     assert [entry.position for _, entry in entries_of(batch, samples.output_logprobs)] == [5]

@@ -29,21 +29,24 @@ class TokenRuleState:
         self._has_penalties = (
             rules.repetition_penalty != 1.0 or rules.frequency_penalty != 0.0 or rules.presence_penalty != 0.0
         )
+        outputs = token_ids[num_prompt_tokens:]
         # Prompt ids matter to the repetition penalty only.
-        relevant = token_ids if rules.repetition_penalty != 1.0 else token_ids[num_prompt_tokens:]
-        seen = np.unique(relevant) if self._has_penalties else _NO_IDS
-        self._place = {token_id: place for place, token_id in enumerate(seen.tolist())}
-        self._seen_ids = seen
-        self._output_counts = np.zeros(len(seen), np.int64)
+        relevant = token_ids if rules.repetition_penalty != 1.0 else outputs
+        self._seen_ids = np.unique(relevant) if self._has_penalties else _NO_IDS
+        self._output_counts = np.zeros(len(self._seen_ids), np.int64)
+        if self._has_penalties:
+            output_ids, counts = np.unique(outputs, return_counts=True)
+            self._output_counts[np.searchsorted(self._seen_ids, output_ids)] = counts
+        seen: list[int] = self._seen_ids.tolist()
+        self._place = dict(zip(seen, range(len(seen)), strict=True))
         self._always_banned = [word[0] for word in rules.bad_words if len(word) == 1]
         self._completions: dict[tuple[int, ...], list[int]] = {}
         for *prefix, last in rules.bad_words:
             if prefix:
                 self._completions.setdefault(tuple(prefix), []).append(last)
         self._prefix_lengths = sorted({len(prefix) for prefix in self._completions})
-        self._newest: list[int] = []
-        for token_id in token_ids[num_prompt_tokens:].tolist():
-            self.append(token_id)
+        newest = outputs[-self._prefix_lengths[-1] :] if self._prefix_lengths else _NO_IDS
+        self._newest: list[int] = newest.tolist()
 
     @property
     def allowed_ids(self) -> NDArray[np.int64] | None:

@@ -47,12 +47,12 @@ def sample_row(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[int,
     Returns:
         (token id, status); the id means nothing unless the status is OK.
     """
-    scores, status = _restricted_scores(logits, sampling)
+    scores, largest, status = _restricted_scores(logits, sampling)
     if status != RowStatus.OK:
         return 0, status
     if sampling.temperature < GREEDY_BELOW:
         return int(np.argmax(scores)), RowStatus.OK
-    drawable = _drawable(scores, sampling)
+    drawable = _drawable(scores, largest, sampling)
     if drawable.ids is None:
         tile, offset = pick(as_tiles(drawable.masses), sampling.draw)
         return tile * TILE + offset, RowStatus.OK
@@ -68,33 +68,35 @@ def processed_log_weights(logits: NDArray[np.float32], sampling: RowSampling) ->
         logits: [vocab_size] float32, contiguous, of a row whose status was OK.
         sampling: the row's parameters, as they were when it was sampled.
     """
-    scores, _ = _restricted_scores(logits, sampling)
+    scores, largest, _ = _restricted_scores(logits, sampling)
     if sampling.temperature < GREEDY_BELOW:
         return scores
-    drawable = _drawable(scores, sampling)
+    drawable = _drawable(scores, largest, sampling)
     ids = np.arange(len(scores)) if drawable.ids is None else drawable.ids
     ids = ids[drawable.masses > 0]
     log_weights = np.full(len(scores), -np.inf, np.float32)
-    log_weights[ids] = (scores[ids] - scores.max()) / np.float32(sampling.temperature)
+    log_weights[ids] = (scores[ids] - largest) / np.float32(sampling.temperature)
     return log_weights
 
 
-def _restricted_scores(logits: NDArray[np.float32], sampling: RowSampling) -> tuple[NDArray[np.float32], RowStatus]:
-    """Steps 1 and 3 to 6; may return `logits` itself."""
+def _restricted_scores(
+    logits: NDArray[np.float32], sampling: RowSampling
+) -> tuple[NDArray[np.float32], np.float32, RowStatus]:
+    """Steps 1 and 3 to 6: returns (scores, the largest of them, status); the scores may be `logits` itself."""
     largest = logits.max()
     if not np.isfinite(largest):  # max spreads NaN, so one number tells of NaN, +infinity and "all -infinity"
-        return logits, RowStatus.NON_FINITE
+        return logits, largest, RowStatus.NON_FINITE
+    if sampling.penalties is None and not sampling.restricts:
+        return logits, largest, RowStatus.OK
     scores = logits if sampling.penalties is None else penalised(logits, sampling.penalties)
     if sampling.restricts:
         scores = np.where(allowed_ids(len(logits), sampling), scores, np.float32(-np.inf))
-        if not np.isfinite(scores.max()):
-            return logits, RowStatus.NOTHING_ALLOWED
-    return scores, RowStatus.OK
-
-
-def _drawable(scores: NDArray[np.float32], sampling: RowSampling) -> _Drawable:
-    """Steps 7a to 7d."""
     largest = scores.max()
+    return scores, largest, RowStatus.OK if np.isfinite(largest) else RowStatus.NOTHING_ALLOWED
+
+
+def _drawable(scores: NDArray[np.float32], largest: np.float32, sampling: RowSampling) -> _Drawable:
+    """Steps 7a to 7d; `largest` is that of the scores."""
     if 0 < sampling.top_k < len(scores):
         kept = largest_ids(scores, sampling.top_k)
         kept_scores = scores[kept]

@@ -56,7 +56,7 @@ class CpuRunner(HostRunner):
         self._threads = threads or len(os.sched_getaffinity(0))
         self._loaded: tuple[ModelConfig, StepEngine] | None = None
         self._logits = StepLogits(_NO_LOGITS)
-        # At most max_num_batched_tokens rows, 4 bytes x vocab_size each, within one `forward` only.
+        # Of prompts that ask, from `_feed` to `_describe_prompt`; `StepEngine.forward` says how much that may be.
         self._prompt_logits = _NO_LOGITS
 
     @override

@@ -59,6 +59,7 @@ class StepEngine(Protocol):
         Args:
             token_ids: [num_tokens] int64, all real ids.
             layout: where they go.
-            logit_tokens: [num_logits] indexes into token_ids.
+            logit_tokens: [num_logits] indexes into token_ids, each once. Their logits are in memory at once: where
+                prompts ask for log probabilities, up to max_num_batched_tokens x vocab_size x 4 bytes.
         """
         ...
