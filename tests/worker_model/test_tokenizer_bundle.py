@@ -13,7 +13,7 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model.bundle import BundleFields, write_bundle
 from stepahead.worker.model.registry import make_runner
 from stepahead.worker.model.tokenizer_bundle import split_digits
-from tests.worker_model.test_gguf import write_gguf
+from tests.worker_model.gguf_files import write_gguf
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -112,11 +112,14 @@ def test_gguf_bundle_splits_digits_for_smollm(tiny, tmp_path):
         ("add_unk_token_id", 0),
         ("add_add_bos_token", False),
         ("add_chat_template", TEMPLATE),
+        ("add_sampling_temp", 0.5),
+        ("add_sampling_top_k", 20),
     ]
     members, fields = unpacked(
         bundle_of(write_gguf(tmp_path / "tiny.gguf", tiny("llama-mha"), "llama", extra=extra))
     )
     assert (fields["bos_token"], fields["eos_token"], fields["eos_token_ids"]) == ("<s>", "</s>", [2])
+    assert fields["generation_defaults"] == {"temperature": 0.5, "top_k": 20}
     assert members["chat_template.jinja"] == TEMPLATE
     tokenizer = tokenizers.Tokenizer.from_str(members["tokenizer.json"])
     assert "12" not in tokenizer.encode("a 12", add_special_tokens=False).tokens

@@ -28,19 +28,22 @@ def bundle_from_directory(directory: Path) -> bytes:
     return _bundle(_load(str(directory), {}), read_config(directory), defaults, None)
 
 
-def bundle_from_gguf(path: Path, pre_tokenizer: str, config: ModelConfig) -> bytes:
+def bundle_from_gguf(
+    path: Path, pre_tokenizer: str, config: ModelConfig, defaults: dict[str, float | int]
+) -> bytes:
     """Returns the bundle of a GGUF file.
 
     Args:
         path: the file.
         pre_tokenizer: its `tokenizer.ggml.pre`.
         config: the model's configuration.
+        defaults: sampling defaults the file states.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
     """
     tokenizer = _load(str(path.parent), {"gguf_file": path.name})
-    return _bundle(tokenizer, config, {}, pre_tokenizer)
+    return _bundle(tokenizer, config, defaults, pre_tokenizer)
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
