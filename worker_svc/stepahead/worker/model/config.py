@@ -190,8 +190,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     activation = (
         config.get("hidden_activation") or config.get("hidden_act") or (_GELU_TANH if family.gemma else "silu")
     )
-    # Gemma's first configurations said "gelu" and meant the tanh form.
-    supported = (_GELU_TANH, "gelu") if family.gemma else _SILU
+    supported = (_GELU_TANH,) if family.gemma else _SILU
+    if model_type == "gemma":
+        supported = (_GELU_TANH, "gelu")  # its first configurations said gelu and meant the tanh form
     if activation not in supported:
         raise ModelError(f"hidden_act {activation!r} of {model_type} is not supported; supported is {supported[0]}")
     if config.get("attention_bias") and not family.bias_option:

@@ -70,7 +70,7 @@ def _load(class_name: str, directory: str, keywords: dict[str, str]) -> Any:  # 
     import transformers  # noqa: PLC0415 - takes seconds, and toys and tests do without
 
     try:
-        tokenizer_class = cast("Any", getattr(transformers, class_name))
+        tokenizer_class = getattr(transformers, class_name)
         tokenizer = tokenizer_class.from_pretrained(directory, use_fast=True, trust_remote_code=False, **keywords)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"the tokenizer of {directory} cannot be loaded: {error}") from error
