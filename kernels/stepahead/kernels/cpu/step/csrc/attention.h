@@ -45,9 +45,11 @@ inline int64_t oldest_of(int64_t window, int64_t visible) { return window && vis
 
 // The first tile that any row of a task sees: its first row's.
 inline int64_t first_tile(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task) {
+  const int64_t window = m.layers[layer].window;
+  if (!window) return 0;
   const int64_t count = batch.query_start_loc[task.row + 1] - batch.query_start_loc[task.row];
   const int64_t visible = batch.seq_lens[task.row] - count + task.first_query / m.group_heads + 1;
-  return tile_of(m, oldest_of(m.layers[layer].window, visible));
+  return tile_of(m, oldest_of(window, visible));
 }
 
 template <class P>
