@@ -11,7 +11,7 @@ from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instr
 from stepahead.kernels.cpu.step.step_shape import StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.attention import paged_attention, write_kv
-from stepahead.kernels.reference.elementwise import gelu_mul, rms_norm, silu_mul, softcap
+from stepahead.kernels.reference.elementwise import gelu_tanh_mul, rms_norm, silu_mul, softcap
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 
 MAX_POSITIONS = 400
@@ -142,7 +142,7 @@ class ReferenceDecoder:
         """Logits of all tokens."""
         table = TensorKind.HEAD if self.shape.tied_head else TensorKind.EMBEDDING
         x = self.weights[table, 0][token_ids] * np.float32(self.shape.embedding_scale)
-        gated = gelu_mul if self.shape.gelu else silu_mul
+        gated = gelu_tanh_mul if self.shape.gelu else silu_mul
         for layer in range(self.shape.num_layers):
             mixed = self.attention(self.norm(x, TensorKind.ATTENTION_NORM, layer), layer, layout)
             x = x + self.norm(self.linear(mixed, TensorKind.OUTPUT, layer), TensorKind.POST_ATTENTION_NORM, layer)

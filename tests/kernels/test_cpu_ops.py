@@ -9,7 +9,7 @@ from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
 from stepahead.kernels.ops import AttentionShape
 from stepahead.kernels.reference.attention import LayerAttention, paged_attention, write_kv
-from stepahead.kernels.reference.elementwise import gelu_mul, rms_norm, silu_mul
+from stepahead.kernels.reference.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 from tests.kernels.step_model import layout_of
 
@@ -192,7 +192,7 @@ def test_linear_and_elementwise(dtype):
     result = ops.rms_norm(tensors[0], tensors[1], 1e-5).float().numpy()
     np.testing.assert_allclose(result, rms_norm(x, scale, 1e-5), **tolerance)
     np.testing.assert_allclose(ops.silu_mul(tensors[2]).float().numpy(), silu_mul(gate_up), **tolerance)
-    np.testing.assert_allclose(ops.gelu_mul(tensors[2]).float().numpy(), gelu_mul(gate_up), **tolerance)
+    np.testing.assert_allclose(ops.gelu_tanh_mul(tensors[2]).float().numpy(), gelu_tanh_mul(gate_up), **tolerance)
 
 
 def test_a_norm_weight_of_float32_is_rounded_once():

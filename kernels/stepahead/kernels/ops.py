@@ -98,8 +98,8 @@ class Ops(Protocol):
         """See `reference.elementwise.silu_mul`."""
         ...
 
-    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `reference.elementwise.gelu_mul`."""
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `reference.elementwise.gelu_tanh_mul`."""
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:

@@ -82,8 +82,8 @@ class CpuOps:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def gelu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Ops.gelu_mul`."""
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Ops.gelu_tanh_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 

@@ -36,7 +36,7 @@ def silu_mul(gate_up: NDArray[np.float32]) -> NDArray[np.float32]:
     return (gate / (1.0 + np.exp(-gate)) * up).astype(np.float32)
 
 
-def gelu_mul(gate_up: NDArray[np.float32]) -> NDArray[np.float32]:
+def gelu_tanh_mul(gate_up: NDArray[np.float32]) -> NDArray[np.float32]:
     """Returns gelu(gate) * up, gelu(z) = z / 2 * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 z^3))).
 
     The tanh form (Hendrycks and Gimpel, 2016), gated (GeGLU: Shazeer, 2020); z * sigmoid(2 * argument of tanh).

@@ -216,7 +216,7 @@ class Decoder:
         if isinstance(mlp, Mixture):
             return apply_mixture(x, mlp, ops)
         gate_up = ops.linear(x, mlp.gate_up)
-        return ops.linear(ops.gelu_mul(gate_up) if self._config.gelu else ops.silu_mul(gate_up), mlp.down)
+        return ops.linear(ops.gelu_tanh_mul(gate_up) if self._config.gelu else ops.silu_mul(gate_up), mlp.down)
 
     def _normalize_heads(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:
         """The norm of each query and key head (Qwen3, Gemma 3), in place."""
