@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable
-from stepahead.kernels.cpu.step.decoder_step import DecoderStep, StepShape, tensor_shape
+from stepahead.kernels.cpu.step.decoder_step import DecoderStep
 from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
+from stepahead.kernels.cpu.step.step_shape import StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.attention import paged_attention, write_kv
-from stepahead.kernels.reference.elementwise import rms_norm, silu_mul
+from stepahead.kernels.reference.elementwise import gelu_tanh_mul, rms_norm, silu_mul, softcap
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 
 MAX_POSITIONS = 400
@@ -40,7 +41,7 @@ def shape_of(**sizes):
     }
     head_dim = fields["head_dim"]
     rope = RopeConfig(head_dim=head_dim, theta=10_000.0)
-    return StepShape(**fields, rope=rope, attention_scale=head_dim**-0.5)
+    return StepShape(**{"rope": rope, "attention_scale": head_dim**-0.5, **fields})
 
 
 def random_weights(shape, *, biases, qk_norm, seed=0):
@@ -51,6 +52,8 @@ def random_weights(shape, *, biases, qk_norm, seed=0):
         if (kind.name.endswith("BIAS") and not biases) or (kind.name in ("QUERY_NORM", "KEY_NORM") and not qk_norm):
             continue
         if kind == TensorKind.EMBEDDING and shape.tied_head:
+            continue
+        if kind.name.startswith("POST") and not shape.post_norms:
             continue
         once = kind in (TensorKind.EMBEDDING, TensorKind.HEAD, TensorKind.FINAL_NORM)
         for layer in range(1 if once else shape.num_layers):
@@ -98,7 +101,7 @@ class ReferenceDecoder:
         self.weights = weights
         cache = (num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim)
         self.caches = [np.zeros(cache, np.float32) for _ in range(shape.num_layers)]
-        self.tables = rope_tables(shape.rope, MAX_POSITIONS)
+        self.tables = {rope: rope_tables(rope, MAX_POSITIONS) for rope in shape.ropes}
 
     def linear(self, x, kind, layer=0):
         result = x.astype(np.float64) @ self.weights[kind, layer].astype(np.float64).T
@@ -115,7 +118,10 @@ class ReferenceDecoder:
             parts[kind] = self.linear(x, kind, layer).reshape(len(x), -1, shape.head_dim)
         queries = self.norm(parts[TensorKind.QUERY], TensorKind.QUERY_NORM, layer)
         keys = self.norm(parts[TensorKind.KEY], TensorKind.KEY_NORM, layer)
-        queries, keys = (apply_rope(heads, layout.positions, *self.tables) for heads in (queries, keys))
+        attends = shape.all_layers[layer]
+        if attends.rope is not None:
+            tables = self.tables[attends.rope]
+            queries, keys = (apply_rope(heads, layout.positions, *tables) for heads in (queries, keys))
         write_kv(self.caches[layer], keys, parts[TensorKind.VALUE], layout.slot_mapping)
         starts = layout.query_start_loc
         mixed = [
@@ -125,6 +131,8 @@ class ReferenceDecoder:
                 layout.block_tables[row],
                 int(layout.seq_lens[row]),
                 shape.attention_scale,
+                window=attends.window,
+                cap=shape.attention_cap,
             )
             for row in range(len(starts) - 1)
         ]
@@ -133,11 +141,14 @@ class ReferenceDecoder:
     def forward(self, token_ids, layout):
         """Logits of all tokens."""
         table = TensorKind.HEAD if self.shape.tied_head else TensorKind.EMBEDDING
-        x = self.weights[table, 0][token_ids]
+        x = self.weights[table, 0][token_ids] * np.float32(self.shape.embedding_scale)
+        gated = gelu_tanh_mul if self.shape.gelu else silu_mul
         for layer in range(self.shape.num_layers):
             mixed = self.attention(self.norm(x, TensorKind.ATTENTION_NORM, layer), layer, layout)
-            x = x + self.linear(mixed, TensorKind.OUTPUT, layer)
+            x = x + self.norm(self.linear(mixed, TensorKind.OUTPUT, layer), TensorKind.POST_ATTENTION_NORM, layer)
             normed = self.norm(x, TensorKind.MLP_NORM, layer)
             gate_up = [self.linear(normed, kind, layer) for kind in (TensorKind.GATE, TensorKind.UP)]
-            x = x + self.linear(silu_mul(np.concatenate(gate_up, axis=-1)), TensorKind.DOWN, layer)
-        return self.linear(self.norm(x, TensorKind.FINAL_NORM), TensorKind.HEAD)
+            answer = self.linear(gated(np.concatenate(gate_up, axis=-1)), TensorKind.DOWN, layer)
+            x = x + self.norm(answer, TensorKind.POST_MLP_NORM, layer)
+        logits = self.linear(self.norm(x, TensorKind.FINAL_NORM), TensorKind.HEAD)
+        return logits if self.shape.logit_cap is None else softcap(logits, self.shape.logit_cap)

@@ -8,8 +8,8 @@ from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
 from stepahead.kernels.ops import AttentionShape
-from stepahead.kernels.reference.attention import paged_attention, write_kv
-from stepahead.kernels.reference.elementwise import rms_norm, silu_mul
+from stepahead.kernels.reference.attention import LayerAttention, paged_attention, write_kv
+from stepahead.kernels.reference.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 from tests.kernels.step_model import layout_of
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 HEAD_DIM = 8
 
 
-def shape_of(num_heads, num_kv_heads):
+def shape_of(num_heads, num_kv_heads, **additions):
     return AttentionShape(
         num_layers=2,
         num_heads=num_heads,
@@ -25,17 +25,17 @@ def shape_of(num_heads, num_kv_heads):
         head_dim=HEAD_DIM,
         scale=HEAD_DIM**-0.5,
         rope=RopeConfig(head_dim=HEAD_DIM, theta=10_000.0),
+        **additions,
     )
 
 
 class Mirror:
     """The reference cache, kept beside the fast one."""
 
-    def __init__(self, num_heads, num_kv_heads, num_blocks=64, dtype=torch.float32):
-        self.shape = shape_of(num_heads, num_kv_heads)
+    def __init__(self, num_heads, num_kv_heads, num_blocks=64, dtype=torch.float32, **additions):
+        self.shape = shape_of(num_heads, num_kv_heads, **additions)
         self.attention = PagedAttention(self.shape, CacheSize(num_blocks, BLOCK_SIZE, 256), dtype)
         self.cache = np.zeros((num_blocks, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM), np.float32)
-        self.tables = rope_tables(self.shape.rope, 256)
 
     def step(self, rows, block_tables, rng):
         """Feeds random rows; returns the fast result and the reference's, tokens in layout order."""
@@ -47,14 +47,25 @@ class Mirror:
         fast = np.empty((len(qkv), heads * HEAD_DIM), np.float32)
         fast[prepared.token_order] = self.attention.attend(1, ordered, prepared).float().numpy()
 
-        turned = apply_rope(qkv[:, : heads + kv_heads], layout.positions, *self.tables)
+        layer = self.shape.layer(1)
+        turned = qkv[:, : heads + kv_heads]
+        if layer.rope is not None:
+            turned = apply_rope(turned, layout.positions, *rope_tables(layer.rope, 256))
         write_kv(self.cache, turned[:, heads:], qkv[:, heads + kv_heads :], layout.slot_mapping)
         expected = np.empty_like(fast)
         for row, (begin, end) in enumerate(
             zip(layout.query_start_loc[:-1], layout.query_start_loc[1:], strict=True)
         ):
             table, length = layout.block_tables[row], int(layout.seq_lens[row])
-            result = paged_attention(turned[begin:end, :heads], self.cache, table, length, self.shape.scale)
+            result = paged_attention(
+                turned[begin:end, :heads],
+                self.cache,
+                table,
+                length,
+                self.shape.scale,
+                window=layer.window,
+                cap=self.shape.cap,
+            )
             expected[begin:end] = result.reshape(end - begin, -1)
         return fast, expected
 
@@ -80,6 +91,51 @@ def test_chunk_longer_than_a_tile():
     for rows in ([(0, 5)], [(5, CHUNK_TILE + 77)]):
         fast, expected = mirror.step(rows, tables, rng)
         np.testing.assert_allclose(fast, expected, atol=2e-6)
+
+
+PLAIN = RopeConfig(head_dim=HEAD_DIM, theta=10_000.0)
+OTHER = RopeConfig(head_dim=HEAD_DIM, theta=10.0, rotary_dim=4)
+ADDITIONS = {
+    "window-1": {"layers": (LayerAttention(rope=PLAIN), LayerAttention(rope=PLAIN, window=1))},
+    "window-6": {"layers": (LayerAttention(rope=PLAIN), LayerAttention(rope=PLAIN, window=6))},
+    "window-140": {"layers": (LayerAttention(rope=PLAIN), LayerAttention(rope=PLAIN, window=140))},
+    "other-rope": {"layers": (LayerAttention(rope=PLAIN), LayerAttention(rope=OTHER, window=9))},
+    "no-rope": {"layers": (LayerAttention(rope=PLAIN), LayerAttention(rope=None))},
+    "cap": {"cap": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_layers_with_windows_other_turns_and_caps(name):
+    rng = np.random.default_rng(5)
+    mirror = Mirror(4, 2, num_blocks=140, **ADDITIONS[name])
+    blocks = rng.permutation(140).reshape(2, 70).tolist()
+    fed = [0, 0]
+    for counts in ([7, 1], [CHUNK_TILE + 20, 5], [1, 1], [1, 9], [20, 1]):
+        fast, expected = mirror.step(list(zip(fed, counts, strict=True)), blocks, rng)
+        np.testing.assert_allclose(fast, expected, atol=3e-6)
+        fed = [start + count for start, count in zip(fed, counts, strict=True)]
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 0.7), (5, 0.7)])
+def test_the_reference_is_attention_with_a_mask(window, cap):
+    """paged_attention against torch's own operations, the mask written out position by position."""
+    rng = np.random.default_rng(3)
+    queries, keys, values = (torch.from_numpy(rng.normal(size=(2, 11, 8))) for _ in range(3))
+    cache = np.zeros((3, 2, 2, 4, 8), np.float32)
+    rows = [tensor.transpose(0, 1).float().numpy() for tensor in (keys, values)]
+    write_kv(cache, rows[0], rows[1], np.arange(11))
+    scores = queries @ keys.transpose(1, 2) * 0.3
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    for query in range(11):
+        for key in range(11):
+            if key > query or (window is not None and query - key >= window):
+                scores[:, query, key] = -torch.inf
+    expected = (scores.softmax(-1) @ values).transpose(0, 1).numpy()
+    asked = queries.transpose(0, 1).float().numpy()[4:]
+    result = paged_attention(asked, cache, np.arange(3), 11, 0.3, window=window, cap=cap)
+    np.testing.assert_allclose(result, expected[4:], atol=1e-6)
 
 
 def test_bfloat16_is_near():
@@ -136,3 +192,17 @@ def test_linear_and_elementwise(dtype):
     result = ops.rms_norm(tensors[0], tensors[1], 1e-5).float().numpy()
     np.testing.assert_allclose(result, rms_norm(x, scale, 1e-5), **tolerance)
     np.testing.assert_allclose(ops.silu_mul(tensors[2]).float().numpy(), silu_mul(gate_up), **tolerance)
+    np.testing.assert_allclose(ops.gelu_tanh_mul(tensors[2]).float().numpy(), gelu_tanh_mul(gate_up), **tolerance)
+
+
+def test_a_norm_weight_of_float32_is_rounded_once():
+    """After the product: bfloat16 keeps 8 bits, and 1 + w would have lost most of a small w (Gemma)."""
+    ops = CpuOps(shape_of(2, 1), torch.bfloat16)
+    x = torch.from_numpy(np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32)).bfloat16()
+    weight = torch.from_numpy(np.random.default_rng(2).normal(1.0, 0.1, 32).astype(np.float32))
+    exact = rms_norm(x.float().numpy(), weight.numpy(), 1e-6)
+    result = ops.rms_norm(x, weight, 1e-6)
+    assert result.dtype == torch.bfloat16
+    np.testing.assert_array_equal(result.float().numpy(), torch.from_numpy(exact).bfloat16().float().numpy())
+    rounded = ops.rms_norm(x, weight.bfloat16(), 1e-6).float().numpy()
+    assert np.abs(rounded - exact).mean() > 1.2 * np.abs(result.float().numpy() - exact).mean()

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from stepahead.kernels.reference.attention import LayerAttention
 from stepahead.kernels.reference.rope import LinearScaling, Llama3Scaling, YarnScaling
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import parse_config, read_config
+from stepahead.worker.model.families import FAMILIES
 from stepahead.worker.model.registry import make_runner
 
 LLAMA = {
@@ -18,6 +20,8 @@ LLAMA = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+
+NEEDED = {"num_key_value_heads": 2, **{name: size for name, size in LLAMA.items() if name != "model_type"}}
 
 
 def parsed(**changes):
@@ -33,7 +37,7 @@ def test_defaults_of_a_bare_configuration():
 def test_rope_theta_of_old_and_new_files():
     assert parsed(rope_theta=5e5).rope.theta == 5e5
     assert parsed(rope_parameters={"rope_type": "default", "rope_theta": 1e5}).rope.theta == 1e5
-    assert parsed(model_type="qwen3").rope.theta == 1e6
+    assert parsed(model_type="smollm3").rope.theta == 2e6
 
 
 def test_rope_scalings():
@@ -52,17 +56,91 @@ def test_end_ids_come_from_the_generation_configuration_first():
     assert parsed(eos_token_id=2).eos_token_ids == (2,)
 
 
-def test_a_window_bounds_the_context():
-    assert parsed(model_type="mistral", sliding_window=128).max_context_tokens == 128
-    assert parsed(model_type="mistral", sliding_window=None).max_context_tokens == 512
-    assert parsed(model_type="qwen2", sliding_window=128, use_sliding_window=False).max_context_tokens == 512
+def windows(**changes):
+    config = parsed(**changes)
+    assert config.max_context_tokens == 512
+    return [layer.window for layer in config.layers]
+
+
+def test_which_layers_have_a_window():
+    assert windows(model_type="mistral", sliding_window=128) == [128, 128]
+    assert windows(model_type="mistral", sliding_window=None) == []
+    assert windows(model_type="qwen2", sliding_window=128, use_sliding_window=False) == []
+    used = {"model_type": "qwen2", "sliding_window": 128, "use_sliding_window": True}
+    assert windows(**used) == []  # from layer 28 on
+    assert windows(**used, max_window_layers=1) == [None, 128]
+    assert windows(**used, layer_types=["sliding_attention", "full_attention"]) == [128, None]
+    gemma = {"num_hidden_layers": 4, "sliding_window": 9}
+    assert windows(model_type="gemma2", **gemma) == [9, None, 9, None]
+    assert windows(model_type="gemma3_text", sliding_window_pattern=4, **gemma) == [9, 9, 9, None]
+
+
+def test_which_layers_turn():
+    config = parsed(model_type="smollm3", num_hidden_layers=5)
+    assert [layer.rope is not None for layer in config.layers] == [True, True, True, False, True]
+    config = parsed(model_type="smollm3", no_rope_layers=[0, 1])
+    assert [layer.rope is not None for layer in config.layers] == [False, True]
+
+
+def test_rope_of_gemma_3_in_old_files():
+    scaled = {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+    config = parsed(model_type="gemma3_text", num_hidden_layers=6, head_dim=16, **scaled)
+    local, full = config.layers[0].rope, config.layers[5].rope
+    assert (local.theta, local.scaling) == (5e3, None)
+    assert (full.theta, full.scaling) == (1e6, LinearScaling(factor=8.0))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_configurations_leave_out(model_type):
+    """A configuration of defaults, as transformers saves and as it understands it."""
+    import transformers
+
+    theirs = transformers.AutoConfig.for_model(model_type)
+    ours = parse_config({"model_type": model_type, **NEEDED, **json.loads(theirs.to_json_string())}, {})
+    bare = parse_config({"model_type": model_type, **NEEDED}, {})
+    sized = transformers.AutoConfig.for_model(model_type, **NEEDED)
+    for config, original in ((ours, theirs), (bare, sized)):
+        assert config.norm_eps == original.rms_norm_eps
+        assert config.tied_embeddings == original.tie_word_embeddings
+        assert config.num_kv_heads == original.num_key_value_heads
+        head_dim = getattr(original, "head_dim", None) or original.hidden_size // original.num_attention_heads
+        assert config.head_dim == head_dim
+        assert config.attention_scale == getattr(original, "query_pre_attn_scalar", head_dim) ** -0.5
+        assert config.attention_cap == getattr(original, "attn_logit_softcapping", None)
+        assert config.logit_cap == getattr(original, "final_logit_softcapping", None)
+        theta = original.rope_parameters.get("full_attention", original.rope_parameters)["rope_theta"]
+        assert config.rope.theta == theta
+        window = getattr(original, "sliding_window", None)
+        kinds = getattr(original, "layer_types", None) or ["sliding_attention"] * original.num_hidden_layers
+        expected = [window if kind == "sliding_attention" else None for kind in kinds]
+        layers = config.layers or [LayerAttention(rope=config.rope)] * config.num_layers
+        assert [layer.window for layer in layers] == expected
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {"model_type": "gpt2"},
+            "'gpt2' is not supported; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' of llama is not supported; supported is silu"),
+        (
+            {"model_type": "gemma2", "hidden_activation": "silu"},
+            "hidden_act 'silu' of gemma2 is not supported; supported is gelu_pytorch_tanh",
+        ),
+        ({"model_type": "gemma3"}, "gemma3 needs the object text_config"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias of mistral"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.1}, "1 of 16 elements must be an even part"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "needs the field short_factor"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries for 2 layers"),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention"]},
+            "layer_types has 1",
+        ),
+        ({"model_type": "qwen3_moe", "num_experts": 0}, "num_experts must be a positive integer"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

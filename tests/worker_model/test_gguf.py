@@ -5,88 +5,55 @@ import numpy as np
 import pytest
 
 from stepahead.worker.errors import ModelError
-from stepahead.worker.model.gguf_checkpoint import hugging_face_name, undo_head_order
+from stepahead.worker.model.gguf_checkpoint import GgufSource, PlainReader, hugging_face_name, undo_head_order
+from stepahead.worker.model.gguf_config import GgufMetadata
 from stepahead.worker.model.registry import make_runner
+from tests.worker_model import gguf_reference
 from tests.worker_model.driver import Driver
+from tests.worker_model.gguf_files import TYPES, head_order, write_gguf
 
-TYPES = gguf.GGMLQuantizationType
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-PROMPT = np.random.default_rng(2).integers(3, 131, 15).tolist()
-
-
-def gguf_name(name):
-    name = name.removeprefix("model.")
-    fixed = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
-    if name in fixed or name == "lm_head.weight":
-        return fixed.get(name, "output.weight")
-    _, layer, *middle, kind = name.split(".")
-    return f"blk.{layer}.{NAMES['.'.join(middle)]}.{kind}"
-
-
-def head_order(weight, num_heads):
-    """What llama.cpp's converter does to q and k of Llama models."""
-    split = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
-
-
-def write_gguf(path, tiny_model, architecture, kind=TYPES.F32, extra=None):
-    model, config = tiny_model.model, tiny_model.model.config
-    writer = gguf.GGUFWriter(str(path), architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for add, *values in extra or ():
-        getattr(writer, add)(*values)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.float().numpy()
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = head_order(
-                values, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            )
-        stored = kind if values.ndim == 2 else TYPES.F32
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+PROMPT = np.random.default_rng(2).integers(3, 131, 20).tolist()
 
 
 def driver_for(path):
     return Driver(make_runner(str(path), dtype="float32", threads=1))
 
 
-@pytest.mark.parametrize(
-    ("variant", "architecture"),
-    [("llama-mha", "llama"), ("llama-gqa-tied", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
-)
-def test_float32_gguf_is_the_model(tiny, tmp_path, variant, architecture):
+GEMMA_KEYS = [("add_sliding_window", 8)]
+CAPS = [("add_attn_logit_softcapping", 3.0), ("add_final_logit_softcapping", 8.0)]
+LOCAL_BASE = [("add_rope_freq_base_swa", 100.0)]
+LINEAR_2 = [("add_rope_scaling_type", gguf.RopeScalingType.LINEAR), ("add_rope_scaling_factor", 2.0)]
+LONGROPE = [
+    ("add_rope_dimension_count", 4),
+    ("add_rope_scaling_orig_ctx_len", 16),
+    ("add_rope_scaling_attn_factors", float(np.sqrt(1 + np.log(8) / np.log(16)))),
+    ("add_tensor", "rope_factors_short.weight", np.array([1.0, 1.5], np.float32)),
+    ("add_tensor", "rope_factors_long.weight", np.array([2.0, 5.0], np.float32)),
+]
+EXPERTS = [("add_expert_used_count", 2), ("add_sliding_window", 7), ("add_expert_count", 5)]
+QWEN_EXPERTS = [("add_expert_used_count", 2), ("add_expert_count", 6), ("add_expert_feed_forward_length", 24)]
+# variant, architecture, what the converter writes of it beside the sizes
+FAMILY_FILES = [
+    ("llama-mha", "llama", []),
+    ("llama-gqa-tied", "llama", []),
+    ("mistral-window", "llama", [("add_sliding_window", 7)]),
+    ("qwen2", "qwen2", []),
+    ("qwen3", "qwen3", []),
+    ("smollm3-file", "smollm3", []),
+    ("gemma", "gemma", []),
+    ("gemma2-file", "gemma2", GEMMA_KEYS + CAPS),
+    ("gemma3-file", "gemma3", GEMMA_KEYS + LOCAL_BASE + LINEAR_2),
+    ("phi3", "phi3", [("add_sliding_window", 9)]),
+    ("phi3-longrope", "phi3", [("add_sliding_window", 0), *LONGROPE]),
+    ("mixtral", "llama", EXPERTS),
+    ("qwen3-moe-file", "qwen3moe", QWEN_EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("variant", "architecture", "extra"), FAMILY_FILES)
+def test_float32_gguf_is_the_model(tiny, tmp_path, variant, architecture, extra):
     model = tiny(variant)
-    driver = driver_for(write_gguf(tmp_path / "tiny.gguf", model, architecture))
+    driver = driver_for(write_gguf(tmp_path / "tiny.gguf", model, architecture, extra=extra))
     driver.run([driver.admit(PROMPT)], 1, chunk=6)
     np.testing.assert_allclose(driver.runner._logits.logits[0], model.logits(PROMPT)[-1], atol=1e-3)
     assert (driver.facts.name, driver.facts.eos_token_ids, driver.facts.bos_token_id) == ("tiny", (2,), 1)
@@ -108,24 +75,77 @@ def test_stored_types_are_dequantised(tiny, tmp_path, kind):
     assert np.sqrt((error**2).mean()) < tolerance * model.logits(PROMPT)[-1].std()
 
 
-@pytest.mark.parametrize("kind", [TYPES.Q4_K, TYPES.Q6_K], ids=lambda kind: kind.name)
-def test_k_quants_read_the_packages_own_values(kind):
-    """The package cannot write these, so the values are checked against its reader on raw blocks."""
-    from types import SimpleNamespace
-
-    from stepahead.worker.model.gguf_checkpoint import GgufSource
-
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(1).integers(0, 100, (4, size), dtype=np.uint8)
-    tensor = SimpleNamespace(
-        name="blk.0.ffn_up.weight", tensor_type=kind, data=raw, shape=np.array([block, 4]), n_bytes=raw.nbytes
-    )
-    source = GgufSource.__new__(GgufSource)
-    source._tensors, source._heads_of = {"model.layers.0.mlp.up_proj.weight": tensor}, {}
+@pytest.mark.parametrize("name", gguf_reference.BLOCKS)
+def test_each_type_against_the_formats_description(tmp_path, name):
+    """A file with any bits in it, an expert stack among them; read as the loader reads it."""
+    rng = np.random.default_rng(len(name))
+    rows = gguf_reference.random_rows(name, 6, 2, rng)
+    writer = gguf.GGUFWriter(str(tmp_path / "bits.gguf"), "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", rows, raw_dtype=TYPES[name])
+    writer.add_tensor("blk.0.ffn_up_exps.weight", rows.reshape(3, 2, -1), raw_dtype=TYPES[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = GgufSource(PlainReader(tmp_path / "bits.gguf"), tmp_path / "bits.gguf", "llama", {})
+    expected = gguf_reference.dequantised(name, rows)
     values, stored_bytes = source.read("model.layers.0.mlp.up_proj.weight")
-    assert tuple(values.shape) == (4, block)
-    assert stored_bytes == raw.nbytes
-    np.testing.assert_array_equal(values.numpy(), gguf.quants.dequantize(raw, kind))
+    assert stored_bytes == rows.nbytes
+    np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    values, stored_bytes = source.read("model.layers.0.mlp.experts.1.up_proj.weight")
+    assert stored_bytes == rows.nbytes // 3
+    np.testing.assert_allclose(values.numpy(), expected[2:4], rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    with pytest.raises(ModelError, match="has no expert 3"):
+        source.read("model.layers.0.mlp.experts.3.up_proj.weight")
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_round_trip_of_each_type_that_the_package_writes(name):
+    """Half a step of a block's scale, and float16's rounding of it, is all that is lost."""
+    values = np.random.default_rng(3).normal(size=(5, 64)).astype(np.float32)
+    read = gguf_reference.dequantised(name, gguf.quants.quantize(values, TYPES[name]))
+    blocks = values.reshape(5, 2, 32)
+    levels = {"Q8_0": 127, "Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31}[name]
+    span = np.ptp(blocks, axis=-1) if name.endswith("1") else np.abs(blocks).max(-1)
+    # Q4_0 and Q5_0 reach one step less far on the side of the smaller extreme.
+    steps = 1.001 if name in ("Q4_0", "Q5_0") else 0.51
+    assert (np.abs(read.reshape(5, 2, 32) - blocks) <= steps * span[..., None] / levels + 2e-3).all()
+
+
+def test_mixtrals_first_files_have_a_tensor_per_expert():
+    assert hugging_face_name("blk.3.ffn_gate.5.weight") == "model.layers.3.mlp.experts.5.gate_proj.weight"
+
+
+def test_a_directory_with_one_gguf_file(tiny, tmp_path):
+    model = tiny("llama-mha")
+    write_gguf(tmp_path / "one.gguf", model, "llama")
+    assert driver_for(tmp_path).facts.name == "one"
+    write_gguf(tmp_path / "two.gguf", model, "llama")
+    with pytest.raises(ModelError, match=r"several GGUF files; name one: one.gguf, two.gguf"):
+        driver_for(tmp_path)
+
+
+def test_the_largest_gemmas_scale_by_another_size(tiny, tmp_path):
+    """No key says so: llama.cpp knows them by their number of layers."""
+    model = tiny("gemma2-file")
+    for num_layers, scored in ((42, 16), (46, 8)):  # head size, hidden size / heads
+        path = write_gguf(tmp_path / f"{num_layers}.gguf", model, "gemma2", extra=[("add_block_count", num_layers)])
+        assert GgufMetadata(PlainReader(path)).config().attention_scale == scored**-0.5
+
+
+def test_what_gemma_2_files_leave_out(tiny, tmp_path):
+    path = write_gguf(tmp_path / "old.gguf", tiny("gemma2-file"), "gemma2")
+    config = GgufMetadata(PlainReader(path)).config()
+    assert (config.attention_cap, config.logit_cap) == (50.0, 30.0)
+    assert [layer.window for layer in config.layers] == [4096, None, 4096]
+
+
+def test_a_window_pattern_that_is_stated(tiny, tmp_path):
+    extra = [("add_sliding_window", 8), ("add_sliding_window_pattern", [True, False, False])]
+    path = write_gguf(tmp_path / "tiny.gguf", tiny("gemma3"), "gemma3", extra=extra)
+    config = GgufMetadata(PlainReader(path)).config()
+    assert [layer.window for layer in config.layers] == [8, None, None]
+    assert [layer.rope.theta for layer in config.layers] == [10_000.0, 5000.0, 5000.0]
 
 
 def test_rope_divisors_and_scaling_keys(tiny, tmp_path):
@@ -142,9 +162,15 @@ def test_unsupported_is_refused_by_name(tiny, tmp_path):
     model = tiny("llama-mha")
     longrope = [("add_rope_scaling_type", gguf.RopeScalingType.LONGROPE), ("add_rope_scaling_factor", 2.0)]
     cases = [
-        ("gpt2", TYPES.F32, (), "general.architecture 'gpt2'"),
+        ("gpt2", TYPES.F32, (), "general.architecture 'gpt2' is not supported; supported are llama, qwen2, "),
         ("llama", TYPES.F32, longrope, "rope.scaling.type 'longrope'"),
-        ("llama", TYPES.F32, [("add_expert_count", 4)], "experts"),
+        ("qwen2", TYPES.F32, [("add_expert_count", 4)], "qwen2.expert_count: supported are Mixtral and Qwen3-MoE"),
+        (
+            "llama",
+            TYPES.F32,
+            [("add_uint16", "split.count", 3)],
+            "one of 3 GGUF files .* supported are models in one",
+        ),
         ("llama", TYPES.F32, [("add_rope_dimension_count", 4)], "rope.dimension_count 4"),
     ]
     for number, (architecture, kind, extra, message) in enumerate(cases):

@@ -14,7 +14,7 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model import cpu_runner, native_engine
 from stepahead.worker.model.registry import KERNELS_ENV, make_runner
 from tests.kernels.step_model import available_sets
-from tests.worker_model.conftest import VARIANTS, VOCAB_SIZE
+from tests.worker_model.conftest import NATIVE_VARIANTS, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 
 PROMPT = np.random.default_rng(4).integers(3, VOCAB_SIZE, 19).tolist()
@@ -41,7 +41,7 @@ def logits_of(driver):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NATIVE_VARIANTS)
 def test_logits_of_every_family(tiny, native, variant, isa):
     model = tiny(variant)
     expected = model.logits(PROMPT)
@@ -64,7 +64,7 @@ def test_float32_greedy_tokens_over_64_steps(tiny, native, variant, isa):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NATIVE_VARIANTS)
 def test_bfloat16_is_about_as_near_to_float32_as_transformers_bfloat16(tiny, native, variant, isa):
     narrow = copy.deepcopy(tiny(variant).model).bfloat16()
     wide = copy.deepcopy(narrow).float()  # the same weights
@@ -74,9 +74,12 @@ def test_bfloat16_is_about_as_near_to_float32_as_transformers_bfloat16(tiny, nat
     driver = native(tiny(variant), isa, "bfloat16", num_slots=12, num_blocks=60, max_model_len=20)
     seqs = [driver.admit(prompt.tolist()) for prompt in prompts]
     driver.step([(seq, 19) for seq in seqs])
-    error, their_error = (np.linalg.norm(logits - exact) for logits in (logits_of(driver), theirs))
-    scale = np.linalg.norm(exact)
-    assert 1e-6 * scale < error < min(1.25 * their_error, 0.1 * scale)
+    # The median: one prompt near a fork of a random model would outweigh the eleven others in a sum.
+    error, their_error = (
+        np.median(np.linalg.norm(logits - exact, axis=1) / np.linalg.norm(exact, axis=1))
+        for logits in (logits_of(driver), theirs)
+    )
+    assert 1e-6 < error < min(1.25 * their_error, 0.1)
 
 
 def last_logits(driver, prompt, steps):
@@ -101,7 +104,9 @@ def logits_in_a_crowd(driver, prompt, chunk):
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["llama-gqa-tied", "llama-mqa-head-dim", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "variant", ["llama-gqa-tied", "llama-mqa-head-dim", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3"]
+)
 def test_h7_the_same_bits_however_tokens_are_batched(tiny, native, variant, dtype, isa):
     model = tiny(variant)
     prompt = np.random.default_rng(8).integers(3, VOCAB_SIZE, 101).tolist()

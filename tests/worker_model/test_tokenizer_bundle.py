@@ -13,7 +13,7 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model.bundle import BundleFields, write_bundle
 from stepahead.worker.model.registry import make_runner
 from stepahead.worker.model.tokenizer_bundle import split_digits
-from tests.worker_model.test_gguf import write_gguf
+from tests.worker_model.gguf_files import write_gguf
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -100,6 +100,29 @@ def test_broken_tokenizer_is_a_model_error(directory):
         bundle_of(path)
 
 
+@pytest.mark.parametrize(
+    ("variant", "architecture"), [("smollm3-file", "smollm3"), ("gemma", "gemma"), ("phi3", "phi3")]
+)
+def test_gguf_bundle_of_every_kind_of_architecture(tiny, tmp_path, variant, architecture):
+    vocabulary = byte_level_tokenizer(add_bos=False).get_vocab()
+    tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), "12"]
+    extra = [
+        ("add_tokenizer_model", "gpt2"),
+        ("add_tokenizer_pre", "llama-bpe"),
+        ("add_token_list", tokens),
+        ("add_token_types", [3] * 3 + [1] * (len(tokens) - 3)),
+        ("add_token_merges", ["1 2"]),
+        ("add_chat_template", TEMPLATE),
+        ("add_sampling_top_p", 0.5),
+    ]
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(variant), architecture, extra=extra)
+    members, fields = unpacked(bundle_of(path))
+    assert members["chat_template.jinja"] == TEMPLATE
+    assert fields["generation_defaults"] == {"top_p": 0.5}
+    tokenizer = tokenizers.Tokenizer.from_str(members["tokenizer.json"])
+    assert tokenizer.decode(tokenizer.encode("grüße 12").ids) == "grüße 12"
+
+
 def test_gguf_bundle_splits_digits_for_smollm(tiny, tmp_path):
     vocabulary = byte_level_tokenizer(add_bos=False).get_vocab()
     tokens = [*sorted(vocabulary, key=vocabulary.__getitem__), "12", "Ġ1"]
@@ -112,11 +135,14 @@ def test_gguf_bundle_splits_digits_for_smollm(tiny, tmp_path):
         ("add_unk_token_id", 0),
         ("add_add_bos_token", False),
         ("add_chat_template", TEMPLATE),
+        ("add_sampling_temp", 0.5),
+        ("add_sampling_top_k", 20),
     ]
     members, fields = unpacked(
         bundle_of(write_gguf(tmp_path / "tiny.gguf", tiny("llama-mha"), "llama", extra=extra))
     )
     assert (fields["bos_token"], fields["eos_token"], fields["eos_token_ids"]) == ("<s>", "</s>", [2])
+    assert fields["generation_defaults"] == {"temperature": 0.5, "top_k": 20}
     assert members["chat_template.jinja"] == TEMPLATE
     tokenizer = tokenizers.Tokenizer.from_str(members["tokenizer.json"])
     assert "12" not in tokenizer.encode("a 12", add_special_tokens=False).tokens

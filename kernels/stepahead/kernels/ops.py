@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.reference.attention import LayerAttention
 from stepahead.kernels.reference.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Sizes every layer shares."""
+    """Sizes every layer shares, and in what layers differ."""
 
     num_layers: int
     num_heads: int
@@ -27,6 +28,14 @@ class AttentionShape:
     head_dim: int
     scale: float
     rope: RopeConfig
+    cap: float | None = None
+    """Bound on the scores, see `reference.attention.paged_attention`."""
+    layers: tuple[LayerAttention, ...] = ()
+    """[num_layers], or empty: every layer turns by `rope` and sees all."""
+
+    def layer(self, index: int) -> LayerAttention:
+        """Returns what a layer attends with."""
+        return self.layers[index] if self.layers else LayerAttention(rope=self.rope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +88,18 @@ class Ops(Protocol):
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `reference.elementwise.rms_norm`; normalises the last axis."""
+        """See `reference.elementwise.rms_norm`; normalises the last axis.
+
+        The weight is of x's dtype, or float32: then the product is taken in float32 before it is rounded.
+        """
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `reference.elementwise.silu_mul`."""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `reference.elementwise.gelu_tanh_mul`."""
         ...
 
     def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
@@ -105,7 +121,7 @@ class Ops(Protocol):
         ...
 
     def attend(self, layer: int, qkv: torch.Tensor, step: PreparedStep) -> torch.Tensor:
-        """Rotates queries and keys, stores keys and values, and attends.
+        """Rotates queries and keys, stores keys and values, and attends, as `AttentionShape.layer(layer)` says.
 
         Args:
             layer: 0 and up.

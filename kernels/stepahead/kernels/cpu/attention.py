@@ -15,7 +15,7 @@ import torch
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder
 from stepahead.kernels.ops import AttentionShape, StepLayout
-from stepahead.kernels.reference.rope import rope_tables
+from stepahead.kernels.reference.rope import RopeConfig, rope_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class PagedAttention:
         block_head = block_size * shape.head_dim
         self._block_rows = [layer.view(-1, block_head) for layer in self._cache]
         self._vector_rows = [layer.view(-1, shape.head_dim) for layer in self._cache]
-        cos, sin = rope_tables(shape.rope, size.max_positions)
-        # The sign of the rotation lives in the table, so that turning is two products and a roll.
-        tables = np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
-        full = (as_tensor(tables[0]).to(dtype), as_tensor(tables[1]).to(dtype))
-        self._layouts = LayoutBuilder(shape, block_size, size.num_blocks, full)
+        layers = [shape.layer(index) for index in range(shape.num_layers)]
+        ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
+        tables = [signed_tables(rope, size.max_positions, dtype) for rope in ropes]
+        self._windows = [layer.window for layer in layers]
+        self._table_of = [None if layer.rope is None else ropes.index(layer.rope) for layer in layers]
+        self._layouts = LayoutBuilder(shape, block_size, size.num_blocks, tables, dtype)
         self._gathered = torch.empty(0, dtype=dtype)
         future = torch.ones(CHUNK_TILE, CHUNK_TILE, dtype=torch.bool).triu(1)
         self._causal_bias = torch.zeros(CHUNK_TILE, CHUNK_TILE, dtype=dtype).masked_fill(future, -torch.inf)
@@ -74,9 +75,12 @@ class PagedAttention:
         shape = self._shape
         num_tokens, head_dim = qkv.shape[0], shape.head_dim
         heads = qkv.view(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, head_dim)
-        turned = heads[:, : shape.num_heads + shape.num_kv_heads]
-        swapped = turned.roll(head_dim // 2, -1)
-        torch.addcmul(turned * step.cos, swapped, step.sin, out=turned)
+        table = self._table_of[layer]
+        if table is not None:
+            cos, sin = step.turns[table]
+            turned = heads[:, : shape.num_heads + shape.num_kv_heads]
+            swapped = turned.roll(head_dim // 2, -1)
+            torch.addcmul(turned * cos, swapped, sin, out=turned)
         vectors = heads[:, shape.num_heads :].reshape(-1, head_dim)
         self._vector_rows[layer].index_copy_(0, step.write_index, vectors)
 
@@ -108,7 +112,11 @@ class PagedAttention:
         gathered = self._gather(layer, bucket.gather).view(2, batch, bucket.num_keys, shape.head_dim)
         grouped = queries.reshape(batch, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         scores = torch.bmm(grouped, gathered[0].transpose(1, 2))
-        torch.add(bucket.bias, scores, alpha=shape.scale, out=scores)
+        bias = bucket.biases[self._windows[layer]]
+        if shape.cap is None:
+            torch.add(bias, scores, alpha=shape.scale, out=scores)
+        else:
+            self._cap(scores.mul_(shape.scale)).add_(bias)
         mixed = torch.bmm(scores.softmax(-1), gathered[1])
         return mixed.view(bucket.num_rows, shape.num_heads * shape.head_dim)
 
@@ -117,16 +125,38 @@ class PagedAttention:
         shape = self._shape
         kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         keys, values = self._gather(layer, chunk.gather).view(2, kv_heads, chunk.num_keys, shape.head_dim)
-        start = chunk.seq_len - chunk.num_tokens
+        start, window = chunk.seq_len - chunk.num_tokens, self._windows[layer]
         for first in range(0, chunk.num_tokens, CHUNK_TILE):
             end = min(first + CHUNK_TILE, chunk.num_tokens)
             tile, visible = end - first, start + end
+            oldest = 0 if window is None else max(0, start + first - window + 1)
             grouped = queries[first:end].reshape(tile, kv_heads, group, shape.head_dim).transpose(0, 1)
             grouped = grouped.reshape(kv_heads, tile * group, shape.head_dim)
-            scores = torch.bmm(grouped, keys[:, :visible].transpose(1, 2)).mul_(shape.scale)
+            scores = torch.bmm(grouped, keys[:, oldest:visible].transpose(1, 2)).mul_(shape.scale)
+            if shape.cap is not None:
+                self._cap(scores)
+            by_token = scores.view(kv_heads, tile, group, visible - oldest)
             # Only the tile's own positions lie partly in the future of its queries.
-            own = scores.view(kv_heads, tile, group, visible)[..., visible - tile :]
-            own.add_(self._causal_bias[None, :tile, None, :tile])
-            mixed = torch.bmm(scores.softmax(-1), values[:, :visible])
+            by_token[..., visible - tile - oldest :].add_(self._causal_bias[None, :tile, None, :tile])
+            if window is not None and visible > window:
+                positions = torch.arange(start + first, visible)[:, None]
+                forgotten = torch.arange(oldest, visible)[None, :] <= positions - window
+                by_token.masked_fill_(forgotten[None, :, None, :], -torch.inf)
+            mixed = torch.bmm(scores.softmax(-1), values[:, oldest:visible])
             mixed = mixed.view(kv_heads, tile, group, shape.head_dim).transpose(0, 1)
             result[first:end].view(tile, kv_heads, group, shape.head_dim).copy_(mixed)
+
+    def _cap(self, scores: torch.Tensor) -> torch.Tensor:
+        """Bounds scaled scores in place, see `reference.elementwise.softcap`."""
+        assert self._shape.cap is not None
+        return scores.div_(self._shape.cap).tanh_().mul_(self._shape.cap)
+
+
+def signed_tables(rope: RopeConfig, num_positions: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (cos, sin), each [num_positions, head_dim]: the sign of the rotation lives in the table.
+
+    So turning is two products and a roll.
+    """
+    cos, sin = rope_tables(rope, num_positions)
+    full = np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)
+    return as_tensor(full[0]).to(dtype), as_tensor(full[1]).to(dtype)

@@ -73,12 +73,19 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Ops.silu_mul`."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Ops.gelu_tanh_mul`."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
     def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
         """See `Ops.allocate_cache`."""

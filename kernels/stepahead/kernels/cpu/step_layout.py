@@ -9,6 +9,7 @@ block, which is zero and belongs to nobody. Reordering the tokens once spares ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,8 @@ class DecodeBucket:
     num_rows: int
     num_keys: int
     gather: torch.Tensor  # [2 * num_rows * num_kv_heads * num_blocks] rows of the cache, see `attention`
-    bias: torch.Tensor  # [num_rows * num_kv_heads, 1, num_keys], 0 or -infinity
+    biases: Mapping[int | None, torch.Tensor]
+    """By window: [num_rows * num_kv_heads, 1, num_keys], 0 or -infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class CpuStep:
     """A prepared step."""
 
     token_order: NDArray[np.int64]
-    cos: torch.Tensor  # [num_tokens, 1, head_dim]
-    sin: torch.Tensor  # [num_tokens, 1, head_dim], first half negated
+    turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """(cos, sin) of each set of tables: [num_tokens, 1, head_dim], the first half of sin negated."""
     write_index: torch.Tensor  # [num_tokens * 2 * num_kv_heads] rows of the cache seen as head vectors
     chunks: tuple[Chunk, ...]
     buckets: tuple[DecodeBucket, ...]
@@ -91,12 +93,20 @@ class LayoutBuilder:
     """Builds `CpuStep`s; holds what does not change between steps."""
 
     def __init__(
-        self, shape: AttentionShape, block_size: int, null_block: int, tables: tuple[torch.Tensor, torch.Tensor]
+        self,
+        shape: AttentionShape,
+        block_size: int,
+        null_block: int,
+        tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        dtype: torch.dtype,
     ) -> None:
+        """Takes, beside sizes, each set of tables (cos, sin): [num_positions, head_dim], the sign in sin."""
         self._num_kv_heads = shape.num_kv_heads
         self._block_size = block_size
         self._null_block = null_block
-        self._cos, self._sin = tables
+        self._tables = tables
+        self._dtype = dtype
+        self._windows = {shape.layer(index).window for index in range(shape.num_layers)}
 
     def build(self, layout: StepLayout) -> CpuStep:
         """Returns the step's indexes and masks."""
@@ -124,8 +134,10 @@ class LayoutBuilder:
         positions = as_tensor(layout.positions[order])
         return CpuStep(
             token_order=order,
-            cos=self._cos.index_select(0, positions).unsqueeze(1),
-            sin=self._sin.index_select(0, positions).unsqueeze(1),
+            turns=tuple(
+                (cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1))
+                for cos, sin in self._tables
+            ),
             write_index=self._write_index(layout.slot_mapping[order]),
             chunks=tuple(chunks),
             buckets=tuple(buckets),
@@ -148,16 +160,22 @@ class LayoutBuilder:
         used = np.arange(widest) < num_blocks[rows, None]
         blocks = np.where(used, layout.block_tables[rows, :widest], self._null_block).astype(np.int64)
         num_keys = widest * self._block_size
-        visible = np.arange(num_keys) < layout.seq_lens[rows, None]
-        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
-        bias = np.repeat(bias, self._num_kv_heads, axis=0)[:, None, :]
         return DecodeBucket(
             first_token=first_token,
             num_rows=len(rows),
             num_keys=num_keys,
             gather=gather_index(blocks, self._num_kv_heads),
-            bias=as_tensor(bias).to(self._cos.dtype),
+            biases={window: self._bias(layout.seq_lens[rows], num_keys, window) for window in self._windows},
         )
+
+    def _bias(self, seq_lens: NDArray[np.int32], num_keys: int, window: int | None) -> torch.Tensor:
+        """Returns what hides keys from rows of one token, the last of their sequences."""
+        keys, ends = np.arange(num_keys), seq_lens[:, None].astype(np.int64)
+        visible = keys < ends
+        if window is not None:
+            visible &= keys >= ends - window
+        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
+        return as_tensor(np.repeat(bias, self._num_kv_heads, axis=0)[:, None, :]).to(self._dtype)
 
     def _write_index(self, slot_mapping: NDArray[np.int64]) -> torch.Tensor:
         blocks, offsets = np.divmod(slot_mapping, self._block_size)

@@ -13,8 +13,23 @@ rest of it by weights of 0, and 0 x NaN, left there by a failed earlier owner, w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
+
+from stepahead.kernels.reference.elementwise import softcap
+from stepahead.kernels.reference.rope import RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAttention:
+    """In what the attention of one layer can differ from another's."""
+
+    rope: RopeConfig | None
+    """How queries and keys turn; None: not at all (NoPE)."""
+    window: int | None = None
+    """Keys a query sees, its own included: positions in (position - window, position]. None: all before it."""
 
 
 def write_kv(
@@ -42,8 +57,13 @@ def paged_attention(
     block_table: NDArray[np.int32],
     seq_len: int,
     scale: float,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> NDArray[np.float32]:
     """Returns causal attention of one row: its last `num_tokens` positions over all of its context.
+
+    With w the softmax over the keys that a query sees: out = w(softcap(scale * q.k)) . v.
 
     Args:
         queries: [num_tokens, num_heads, head_dim] float32, rotated, of positions seq_len - num_tokens and up.
@@ -51,6 +71,8 @@ def paged_attention(
         block_table: [width] int32, the row's blocks in position order; entries past seq_len are not read.
         seq_len: last position + 1.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
+        window: keys a query sees, see `LayerAttention` (sliding window: Beltagy et al., 2020).
+        cap: bound on the scores, see `elementwise.softcap`; None: none.
 
     Returns:
         [num_tokens, num_heads, head_dim] float32.
@@ -62,8 +84,14 @@ def paged_attention(
     group = num_heads // num_kv_heads  # query heads that share a KV head are neighbours
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), keys) * scale
-    positions = np.arange(seq_len - num_tokens, seq_len, dtype=np.int64)
-    scores[:, np.arange(seq_len)[None, :] > positions[:, None]] = -np.inf
+    if cap is not None:
+        scores = softcap(scores, cap)
+    positions = np.arange(seq_len - num_tokens, seq_len, dtype=np.int64)[:, None]
+    key_positions = np.arange(seq_len)[None, :]
+    hidden = key_positions > positions
+    if window is not None:
+        hidden |= key_positions <= positions - window
+    scores[:, hidden] = -np.inf
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("hqk,khd->qhd", weights, values).astype(np.float32)

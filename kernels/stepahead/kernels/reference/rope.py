@@ -48,7 +48,22 @@ class DivisorScaling:
     divisors: tuple[float, ...]  # [head_dim / 2]
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Each frequency divided by its own number: another set beyond the trained context (LongRoPE, Ding 2024).
+
+    Which set is meant must not depend on how long a sequence happens to be: keys rotated by one set would meet
+    queries rotated by the other. So the tables' size decides: tables for more than `original_context_tokens`
+    positions take `long`.
+    """
+
+    short: tuple[float, ...]  # [rotary_dim / 2]
+    long: tuple[float, ...]  # [rotary_dim / 2]
+    original_context_tokens: int
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +73,19 @@ class RopeConfig:
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    """Elements of a head that turn, None: all. The others pair up behind them, at frequency 0, so that pairs stay
+    half a head apart: elements 0 .. rotary_dim / 2 turn with those from head_dim / 2 on."""
+
+    @property
+    def num_rotated(self) -> int:
+        """Elements of a head that turn."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
-    """Returns ([head_dim / 2] float32 radians per position, factor on both tables)."""
-    exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / np.float32(rope.head_dim)
+def inverse_frequencies(rope: RopeConfig, num_positions: int) -> tuple[NDArray[np.float32], float]:
+    """Returns ([num_rotated / 2] float32 radians per position, factor on both tables), for so many positions."""
+    exponents = np.arange(0, rope.num_rotated, 2, dtype=np.float32) / np.float32(rope.num_rotated)
     plain = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     match rope.scaling:
         case None:
@@ -75,6 +98,9 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
             return _llama3(plain, rope.scaling), 1.0
         case YarnScaling():
             return _yarn(plain, rope, rope.scaling)
+        case LongRopeScaling() as scaling:
+            chosen = scaling.long if num_positions > scaling.original_context_tokens else scaling.short
+            return (plain / np.asarray(chosen, dtype=np.float32)).astype(np.float32), scaling.attention_factor
 
 
 def _llama3(plain: NDArray[np.float32], scaling: Llama3Scaling) -> NDArray[np.float32]:
@@ -90,15 +116,15 @@ def _llama3(plain: NDArray[np.float32], scaling: Llama3Scaling) -> NDArray[np.fl
 def _yarn(plain: NDArray[np.float32], rope: RopeConfig, scaling: YarnScaling) -> tuple[NDArray[np.float32], float]:
     def dimension_of(num_rotations: float) -> float:
         turns = scaling.original_context_tokens / (num_rotations * 2 * math.pi)
-        return rope.head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        return rope.num_rotated * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    low, high = max(low, 0), min(high, rope.num_rotated - 1)
     if low == high:
         high += 0.001  # the ramp must not divide by zero
-    ramp = np.clip((np.arange(rope.head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    ramp = np.clip((np.arange(rope.num_rotated // 2) - low) / (high - low), 0.0, 1.0)
     frequencies = plain / scaling.factor * ramp + plain * (1.0 - ramp)
     factor = scaling.attention_factor
     if factor is None:
@@ -108,12 +134,26 @@ def _yarn(plain: NDArray[np.float32], rope: RopeConfig, scaling: YarnScaling) ->
 
 def rope_tables(rope: RopeConfig, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns (cos, sin), each [num_positions, head_dim / 2] float32."""
-    frequencies, factor = inverse_frequencies(rope)
+    frequencies, factor = inverse_frequencies(rope, num_positions)
     # float32 products as the reference implementations have them: the rounding is part of the trained model.
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
-    cos: NDArray[np.float32] = np.cos(angles) * np.float32(factor)
-    sin: NDArray[np.float32] = np.sin(angles) * np.float32(factor)
+    cos = np.ones((num_positions, rope.head_dim // 2), np.float32)
+    sin = np.zeros_like(cos)
+    cos[:, : len(frequencies)] = np.cos(angles) * np.float32(factor)
+    sin[:, : len(frequencies)] = np.sin(angles) * np.float32(factor)
     return cos, sin
+
+
+def rotary_order(rope: RopeConfig) -> NDArray[np.int64]:
+    """Returns [head_dim]: where each element of a head lies in a checkpoint that keeps the turning ones in front.
+
+    Those pair up half of `num_rotated` apart; here all pairs are half a head apart. The same order for queries and
+    keys leaves every score as it is.
+    """
+    half, turning = rope.head_dim // 2, rope.num_rotated // 2
+    first, second = np.arange(turning), np.arange(turning, 2 * turning)
+    still = np.arange(2 * turning, rope.head_dim)
+    return np.concatenate([first, still[: half - turning], second, still[half - turning :]])
 
 
 def apply_rope(

@@ -9,10 +9,11 @@ from typing import Protocol, cast
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, read_config
+from stepahead.worker.model.family_source import FamilySource
 from stepahead.worker.model.weights import SafetensorsSource, WeightSource
 
 SPEC_FORMS = (
-    "a directory with config.json and safetensors, a FILE.gguf, a hub id OWNER/NAME, or toy:NAME "
+    "a directory with config.json and safetensors or one GGUF file, a FILE.gguf, a hub id OWNER/NAME, or toy:NAME "
     "(score-table, running-sum, window-sum, tagged, sleep)"
 )
 
@@ -46,7 +47,8 @@ class DirectoryCheckpoint:
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
         self.config = read_config(directory)
-        self.weights = SafetensorsSource(directory)
+        self._files = SafetensorsSource(directory)
+        self.weights = FamilySource(self._files, self.config, add_one=self.config.offset_norms)
         self._directory = directory
 
     def tokenizer_bundle(self) -> bytes:
@@ -57,7 +59,7 @@ class DirectoryCheckpoint:
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
-        self.weights.close()
+        self._files.close()
 
 
 def open_checkpoint(spec: str) -> Checkpoint:
@@ -70,14 +72,23 @@ def open_checkpoint(spec: str) -> Checkpoint:
     if spec.endswith(".gguf"):
         if not path.is_file():
             raise ModelError(f"{spec}: no such file")
-        from stepahead.worker.model.gguf_checkpoint import GgufCheckpoint  # noqa: PLC0415 - slow import
-
-        return GgufCheckpoint(path)
+        return _open_gguf(path)
     if path.is_dir():
-        return DirectoryCheckpoint(path, path.resolve().name)
+        files = sorted(path.glob("*.gguf"))
+        if not files or (path / "config.json").exists():
+            return DirectoryCheckpoint(path, path.resolve().name)
+        if len(files) > 1:
+            raise ModelError(f"{path} holds several GGUF files; name one: {', '.join(file.name for file in files)}")
+        return _open_gguf(files[0])
     if _HUB_ID.fullmatch(spec):
         return DirectoryCheckpoint(_download(spec), spec)
     raise ModelError(f"model {spec!r} is nothing that exists here; a model is {SPEC_FORMS}")
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    from stepahead.worker.model.gguf_checkpoint import GgufCheckpoint  # noqa: PLC0415 - slow import
+
+    return GgufCheckpoint(path)
 
 
 def _download(hub_id: str) -> Path:

@@ -1,7 +1,10 @@
 """The decoder: one forward pass over the tokens of a step, whatever rows they belong to.
 
-embed -> per layer: norm, qkv, [qk-norm], attend, output + residual, norm, gate and up, silu, down + residual
-      -> norm and vocabulary head for the tokens that need logits
+embed -> per layer: norm, qkv, [qk-norm], attend, output, [norm] + residual,
+                    norm, gate and up, silu or gelu, down (or experts), [norm] + residual
+      -> norm, vocabulary head and [soft cap] for the tokens that need logits
+
+What stands in brackets, families have or have not; see `families`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from stepahead.kernels.ops import AttentionShape, Ops, PackedLinear, StepLayout
-from stepahead.worker.model.config import ModelConfig
+from stepahead.worker.model.config import ModelConfig, layer_norms
+from stepahead.worker.model.mixture import Mixture, Mlp, apply_mixture
 from stepahead.worker.model.tensor_reader import TensorReader
 from stepahead.worker.model.weights import WeightSource
 
@@ -26,9 +30,10 @@ class Layer:
     attention_norm: torch.Tensor
     qkv: PackedLinear
     output: PackedLinear
+    post_attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: Mlp | Mixture
+    post_mlp_norm: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
 
@@ -50,8 +55,10 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
+        scale=config.attention_scale,
         rope=config.rope,
+        cap=config.attention_cap,
+        layers=config.layers,
     )
 
 
@@ -78,7 +85,7 @@ class WeightLoader:
         """
         config = self._config
         embedding = self._reader.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
         final_norm = self._vector("model.norm.weight", config.hidden_size)
         head = embedding
         if not config.tied_embeddings:
@@ -92,11 +99,12 @@ class WeightLoader:
         self._reader.finish()
         return weights
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, index: int) -> Layer:
         config = self._config
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, prefix = config.hidden_size, f"model.layers.{index}."
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
+        norms = layer_norms(config)
         return Layer(
             attention_norm=self._vector(prefix + "input_layernorm.weight", hidden),
             qkv=self._fused(
@@ -105,14 +113,40 @@ class WeightLoader:
                 has_bias=config.qkv_bias,
             ),
             output=self._fused({attention + "o_proj": hidden}, queries, has_bias=config.output_bias),
-            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
-            gate_up=self._fused(
-                {mlp + "gate_proj": inner, mlp + "up_proj": inner}, hidden, has_bias=config.mlp_bias
-            ),
-            down=self._fused({mlp + "down_proj": hidden}, inner, has_bias=config.mlp_bias),
+            post_attention_norm=self._optional_norm(prefix, norms.after_attention),
+            mlp_norm=self._vector(f"{prefix}{norms.before_mlp}.weight", hidden),
+            mlp=self._mixture(prefix + "mlp.")
+            if config.mixture is not None and config.mixture.layers[index]
+            else self._mlp(prefix + "mlp.", config.intermediate_size),
+            post_mlp_norm=self._optional_norm(prefix, norms.after_mlp),
             query_norm=self._head_norm(attention + "q_norm.weight"),
             key_norm=self._head_norm(attention + "k_norm.weight"),
         )
+
+    def _mlp(self, prefix: str, inner: int) -> Mlp:
+        hidden, has_bias = self._config.hidden_size, self._config.mlp_bias
+        return Mlp(
+            gate_up=self._fused(
+                {prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, has_bias=has_bias
+            ),
+            down=self._fused({prefix + "down_proj": hidden}, inner, has_bias=has_bias),
+        )
+
+    def _mixture(self, prefix: str) -> Mixture:
+        config = self._config.mixture
+        assert config is not None
+        return Mixture(
+            router=self._fused({prefix + "gate": config.num_experts}, self._config.hidden_size, has_bias=False),
+            experts=tuple(
+                self._mlp(f"{prefix}experts.{expert}.", config.intermediate_size)
+                for expert in range(config.num_experts)
+            ),
+            experts_per_token=config.experts_per_token,
+            normalized=config.normalized,
+        )
+
+    def _optional_norm(self, prefix: str, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self._vector(f"{prefix}{name}.weight", self._config.hidden_size)
 
     def _fused(self, outputs: dict[str, int], num_inputs: int, *, has_bias: bool) -> PackedLinear:
         """Packs the linears that read the same input as one, rows in the order given."""
@@ -126,7 +160,8 @@ class WeightLoader:
         return self._vector(name, self._config.head_dim) if self._config.qk_norm else None
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._reader.read(name, (size,)).to(self._ops.dtype, copy=True)
+        dtype = torch.float32 if self._config.offset_norms else self._ops.dtype
+        return self._reader.read(name, (size,)).to(dtype, copy=True)
 
 
 class Decoder:
@@ -153,22 +188,38 @@ class Decoder:
         ops, eps = self._ops, self._config.norm_eps
         step = ops.prepare(layout)
         x = ops.take_rows(self._weights.embedding, token_ids[step.token_order])
+        if self._config.embedding_scale != 1:
+            # rounded like the embeddings, as transformers does
+            x = x * torch.tensor(self._config.embedding_scale, dtype=x.dtype, device=x.device)
         for index, layer in enumerate(self._weights.layers):
             qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, eps), layer.qkv)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._normalize_heads(qkv, layer.query_norm, layer.key_norm)
-            x = x + ops.linear(ops.attend(index, qkv, step), layer.output)
-            gate_up = ops.linear(ops.rms_norm(x, layer.mlp_norm, eps), layer.gate_up)
-            x = x + ops.linear(ops.silu_mul(gate_up), layer.down)
+            attended = ops.linear(ops.attend(index, qkv, step), layer.output)
+            x = x + self._normed(attended, layer.post_attention_norm)
+            answer = self._mlp(ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp)
+            x = x + self._normed(answer, layer.post_mlp_norm)
         if not len(logit_tokens):
             return torch.empty(0, self._config.vocab_size)
         place = np.empty_like(step.token_order)
         place[step.token_order] = np.arange(len(place))
         last = ops.take_rows(x, place[logit_tokens])
-        return ops.linear(ops.rms_norm(last, self._weights.final_norm, eps), self._weights.head).float()
+        logits = ops.linear(ops.rms_norm(last, self._weights.final_norm, eps), self._weights.head).float()
+        cap = self._config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else self._ops.rms_norm(x, weight, self._config.norm_eps)
+
+    def _mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
+        ops = self._ops
+        if isinstance(mlp, Mixture):
+            return apply_mixture(x, mlp, ops)
+        gate_up = ops.linear(x, mlp.gate_up)
+        return ops.linear(ops.gelu_tanh_mul(gate_up) if self._config.gelu else ops.silu_mul(gate_up), mlp.down)
 
     def _normalize_heads(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> None:
-        """Qwen3's norm of each query and key head, in place."""
+        """The norm of each query and key head (Qwen3, Gemma 3), in place."""
         config, eps = self._config, self._config.norm_eps
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         queries = heads[:, : config.num_heads]

@@ -1,10 +1,11 @@
-"""A model from one GGUF file: configuration from its metadata, weights dequantised by the `gguf` package."""
+"""A model from one GGUF file: its tensors under Hugging Face names, dequantised by the `gguf` package."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import gguf
 import numpy as np
@@ -13,17 +14,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from stepahead.kernels.reference.rope import (
-    DivisorScaling,
-    LinearScaling,
-    RopeConfig,
-    RopeScaling,
-    YarnScaling,
-)
 from stepahead.worker.errors import ModelError
-from stepahead.worker.model.config import ModelConfig
-
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+from stepahead.worker.model.family_source import FamilySource
+from stepahead.worker.model.gguf_config import GgufMetadata
 
 _TYPES = gguf.GGMLQuantizationType
 _FLOAT_TYPES = (_TYPES.F32, _TYPES.F16, _TYPES.BF16)
@@ -44,13 +37,30 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN_NAMES = {
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+"""Where an architecture means something else by a name, or has names of its own."""
+_HEAD_ORDERED = ("llama", "smollm3")
+"""Architectures whose converter reorders the rows of q and k."""
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+\.weight)")
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class PlainReader(gguf.GGUFReader):
@@ -65,33 +75,45 @@ class PlainReader(gguf.GGUFReader):
 class GgufSource:
     """Tensors of a GGUF file under their Hugging Face names; see `weights.WeightSource`."""
 
-    def __init__(self, reader: gguf.GGUFReader, path: Path, heads_of: Mapping[str, int]) -> None:
+    def __init__(self, reader: gguf.GGUFReader, path: Path, architecture: str, heads_of: Mapping[str, int]) -> None:
         """Takes the reader and, for tensors stored in llama.cpp's head order, their number of heads by suffix."""
-        self._tensors = {hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+        names = {**_LAYER_NAMES, **_OWN_NAMES.get(architecture, {})}
+        self._tensors = {hugging_face_name(tensor.name, names): tensor for tensor in reader.tensors}
         self._heads_of = heads_of
         self.total_bytes = path.stat().st_size
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(int(n) for n in tensor.shape) for name, tensor in self._tensors.items()
+        }
         """See `WeightSource.shapes`; the stored type is part of a quantised tensor's identity, its size too."""
-        return {name: tuple(int(n) for n in tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> tuple[torch.Tensor, int]:
-        """See `WeightSource.read`."""
+        """See `WeightSource.read`. Experts, which the file holds as one tensor per layer, are read one by one."""
         tensor = self._tensors.get(name)
+        expert = _EXPERT.fullmatch(name) if tensor is None else None
+        if expert:
+            tensor = self._tensors.get(f"{expert[1]}.{expert[3]}")
         if tensor is None:
             raise ModelError(f"the GGUF file has no tensor for {name}")
         kind = tensor.tensor_type
         if kind not in (*_FLOAT_TYPES, *_QUANT_TYPES):
             supported = ", ".join(t.name for t in (*_FLOAT_TYPES, *_QUANT_TYPES))
             raise ModelError(f"GGUF tensor {tensor.name} has type {kind.name}; supported are {supported}")
-        values = cast("NDArray[np.float32]", dequantize(tensor.data, kind)).astype(np.float32, copy=False)
         # GGUF states shapes fastest axis first.
-        values = values.reshape([int(size) for size in reversed(tensor.shape.tolist())])
+        shape, data, stored_bytes = (
+            [int(size) for size in reversed(tensor.shape.tolist())],
+            tensor.data,
+            tensor.n_bytes,
+        )
+        if expert:
+            index = int(expert[2])
+            if len(shape) != 3 or index >= shape[0]:
+                raise ModelError(f"GGUF tensor {tensor.name} of shape {shape} has no expert {index}")
+            data, stored_bytes, shape = data[index], stored_bytes // shape[0], shape[1:]
+        values = cast("NDArray[np.float32]", dequantize(data, kind)).astype(np.float32, copy=False).reshape(shape)
         num_heads = self._heads_of.get(name.split(".")[-2]) if "self_attn" in name else None
         if num_heads is not None:
             values = undo_head_order(values, num_heads)
-        return torch.tensor(values), int(tensor.n_bytes)
+        return torch.tensor(values), int(stored_bytes)
 
 
 def undo_head_order(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
@@ -106,13 +128,16 @@ def undo_head_order(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.f
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) -> str:
     """Returns the Hugging Face name of a GGUF tensor, or the name itself where there is none."""
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_names:
+        return f"model.layers.{parts[1]}.{layer_names[parts[2]]}.{parts[3]}"
+    if len(parts) == 5 and f"{parts[2]}_exps" in layer_names:  # Mixtral's first files: a tensor per expert
+        linear = layer_names[f"{parts[2]}_exps"].rpartition(".")[2]
+        return f"model.layers.{parts[1]}.mlp.experts.{parts[3]}.{linear}.{parts[4]}"
     return name
 
 
@@ -128,10 +153,11 @@ class GgufCheckpoint:
             raise ModelError(f"{path} cannot be read as GGUF: {error}") from error
         self.metadata = GgufMetadata(self._reader)
         self.config = self.metadata.config()
-        # Only llama's converter reorders the rows of q and k.
-        ordered = self.metadata.architecture == "llama"
+        ordered = self.metadata.architecture in _HEAD_ORDERED
         heads_of = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if ordered else {}
-        self.weights = GgufSource(self._reader, path, heads_of)
+        source = GgufSource(self._reader, path, self.metadata.architecture, heads_of)
+        # Gemma's norm weights: the converter has added the 1.
+        self.weights = FamilySource(source, self.config, add_one=False)
 
     def tokenizer_bundle(self) -> bytes:
         """See `Checkpoint.tokenizer_bundle`."""
@@ -139,114 +165,12 @@ class GgufCheckpoint:
 
         if self.metadata.get("tokenizer.ggml.model") is None:
             return b""
-        return bundle_from_gguf(self._path, str(self.metadata.get("tokenizer.ggml.pre")), self.config)
+        return bundle_from_gguf(
+            self._path,
+            str(self.metadata.get("tokenizer.ggml.pre")),
+            self.config,
+            self.metadata.generation_defaults(),
+        )
 
     def close(self) -> None:
         """See `Checkpoint.close`. The mapping ends with the last array that looks into it."""
-
-
-class GgufMetadata:
-    """Typed access to a file's metadata."""
-
-    def __init__(self, reader: gguf.GGUFReader) -> None:
-        self._reader = reader
-        self._tensor_names = {tensor.name for tensor in reader.tensors}
-        self.architecture = str(self.get("general.architecture"))
-        if self.architecture not in SUPPORTED_ARCHITECTURES:
-            raise ModelError(
-                f"general.architecture {self.architecture!r} is not supported; supported are "
-                f"{', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
-
-    def get(self, key: str) -> Any:  # noqa: ANN401 - a GGUF value is a number, a string or a list of them
-        """Returns a value, None where the key is absent."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
-
-    def config(self) -> ModelConfig:
-        """Returns the configuration.
-
-        Raises:
-            ModelError: a key is missing or asks for something unsupported.
-        """
-        num_heads = self._int("attention.head_count")
-        hidden_size = self._int("embedding_length")
-        head_dim = self._int("attention.key_length", hidden_size // num_heads)
-        for key, wanted in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
-            if self._int(key, wanted) != wanted:
-                raise ModelError(
-                    f"{self.architecture}.{key} {self._int(key)} is not supported: head size {head_dim}"
-                )
-        if self.get(f"{self.architecture}.expert_count"):
-            raise ModelError(f"{self.architecture}.expert_count: mixtures of experts are not supported")
-        context = self._int("context_length")
-        window = self.get(f"{self.architecture}.attention.sliding_window")
-        bos = self.get("tokenizer.ggml.bos_token_id")
-        eos = (self.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-        return ModelConfig(
-            model_type=self.architecture,
-            vocab_size=self._vocab_size(),
-            hidden_size=hidden_size,
-            intermediate_size=self._int("feed_forward_length"),
-            num_layers=self._int("block_count"),
-            num_heads=num_heads,
-            num_kv_heads=self._int("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            norm_eps=float(self._value("attention.layer_norm_rms_epsilon")),
-            rope=RopeConfig(head_dim=head_dim, theta=self._theta(), scaling=self._rope_scaling(context)),
-            max_context_tokens=min(context, int(window)) if window else context,
-            tied_embeddings="output.weight" not in self._tensor_names,
-            qkv_bias="blk.0.attn_q.bias" in self._tensor_names,
-            output_bias="blk.0.attn_output.bias" in self._tensor_names,
-            mlp_bias="blk.0.ffn_gate.bias" in self._tensor_names,
-            qk_norm="blk.0.attn_q_norm.weight" in self._tensor_names,
-            stored_dtype=self._stored_dtype(),
-            bos_token_id=None if bos is None else int(bos),
-            # dict keeps the order and drops an id named twice
-            eos_token_ids=tuple(dict.fromkeys(int(token) for token in eos if token is not None)),
-        )
-
-    def _value(self, key: str) -> Any:  # noqa: ANN401 - as `get`
-        value = self.get(f"{self.architecture}.{key}")
-        if value is None:
-            raise ModelError(f"the GGUF file lacks {self.architecture}.{key}")
-        return value
-
-    def _int(self, key: str, default: int | None = None) -> int:
-        value = self.get(f"{self.architecture}.{key}")
-        if value is None and default is not None:
-            return default
-        value = self._value(key)
-        if not isinstance(value, int):
-            raise ModelError(f"{self.architecture}.{key} must be one integer for all layers, not {value!r}")
-        return value
-
-    def _theta(self) -> float:
-        theta = self.get(f"{self.architecture}.rope.freq_base")
-        return 10_000.0 if theta is None else float(theta)
-
-    def _tensor(self, name: str) -> gguf.ReaderTensor:
-        return next(tensor for tensor in self._reader.tensors if tensor.name == name)
-
-    def _vocab_size(self) -> int:
-        if "token_embd.weight" not in self._tensor_names:
-            raise ModelError("the GGUF file has no tensor token_embd.weight")
-        return int(self._tensor("token_embd.weight").shape[1])
-
-    def _stored_dtype(self) -> str:
-        kind = self._tensor("blk.0.attn_q.weight").tensor_type
-        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind.name, "quantized")
-
-    def _rope_scaling(self, context: int) -> RopeScaling | None:
-        if _ROPE_DIVISORS in self._tensor_names:
-            return DivisorScaling(divisors=tuple(self._tensor(_ROPE_DIVISORS).data.astype(float).tolist()))
-        kind = self.get(f"{self.architecture}.rope.scaling.type")
-        if kind in (None, "none"):
-            return None
-        factor = float(self._value("rope.scaling.factor"))
-        if kind == "linear":
-            return LinearScaling(factor=factor)
-        if kind == "yarn":
-            original = self._int("rope.scaling.original_context_length", context)
-            return YarnScaling(factor=factor, original_context_tokens=original)
-        raise ModelError(f"rope.scaling.type {kind!r} is not supported; supported are none, linear and yarn")

@@ -9,11 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable
-from stepahead.kernels.cpu.step.decoder_step import DecoderStep, StepShape, tensor_shape
+from stepahead.kernels.cpu.step.decoder_step import DecoderStep
 from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
+from stepahead.kernels.cpu.step.step_shape import StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
-from stepahead.worker.model.config import ModelConfig
+from stepahead.worker.model.config import ModelConfig, layer_norms
 from stepahead.worker.model.sampler import LargestLogits
 from stepahead.worker.model.step_engine import StepLogits
 from stepahead.worker.model.tensor_reader import TensorReader
@@ -41,8 +42,15 @@ def native_instruction_set() -> tuple[InstructionSet | None, str]:
     return (found[0], "") if found else (None, "this CPU has no AVX2")
 
 
-def step_shape(config: ModelConfig) -> StepShape:
-    """Returns the sizes the library needs."""
+def declined(config: ModelConfig) -> str | None:
+    """Returns what the library does not compute of a model, None if it computes all of it."""
+    if config.mixture is not None:
+        return f"the step library computes no mixtures of experts ({config.model_type})"
+    return None
+
+
+def step_shape(config: ModelConfig, dtype: torch.dtype) -> StepShape:
+    """Returns what the library needs to know."""
     return StepShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -52,9 +60,16 @@ def step_shape(config: ModelConfig) -> StepShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         norm_eps=config.norm_eps,
-        attention_scale=config.head_dim**-0.5,
+        attention_scale=config.attention_scale,
         rope=config.rope,
         tied_head=config.tied_embeddings,
+        layers=config.layers,
+        attention_cap=config.attention_cap,
+        logit_cap=config.logit_cap,
+        # rounded like the embeddings, as transformers does
+        embedding_scale=float(torch.tensor(config.embedding_scale, dtype=dtype)),
+        gelu=config.gelu,
+        post_norms=config.post_norms,
     )
 
 
@@ -65,7 +80,11 @@ def tensor_names(config: ModelConfig) -> list[tuple[TensorKind, int, str]]:
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         names.append((TensorKind.ATTENTION_NORM, layer, prefix + "input_layernorm.weight"))
-        names.append((TensorKind.MLP_NORM, layer, prefix + "post_attention_layernorm.weight"))
+        norms = layer_norms(config)
+        names.append((TensorKind.MLP_NORM, layer, f"{prefix}{norms.before_mlp}.weight"))
+        if norms.after_attention is not None and norms.after_mlp is not None:
+            names.append((TensorKind.POST_ATTENTION_NORM, layer, f"{prefix}{norms.after_attention}.weight"))
+            names.append((TensorKind.POST_MLP_NORM, layer, f"{prefix}{norms.after_mlp}.weight"))
         if config.qk_norm:
             names.append((TensorKind.QUERY_NORM, layer, prefix + "self_attn.q_norm.weight"))
             names.append((TensorKind.KEY_NORM, layer, prefix + "self_attn.k_norm.weight"))
@@ -107,7 +126,7 @@ class NativeEngine:
         # Torch only converts tensors here: its workers would spin on the cores that the library's threads need.
         torch.set_num_threads(1)
         self.name = f"native {isa.name.lower()}"
-        shape = step_shape(config)
+        shape = step_shape(config, dtype)
         try:
             self.step = DecoderStep(shape, dtype, isa, num_threads)
             reader = TensorReader(source, progress)

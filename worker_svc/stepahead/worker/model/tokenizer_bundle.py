@@ -25,22 +25,26 @@ def bundle_from_directory(directory: Path) -> bytes:
         return b""
     generation = directory / "generation_config.json"
     defaults = generation_defaults(read_json(generation) if generation.exists() else {})
-    return _bundle(_load(str(directory), {}), read_config(directory), defaults, None)
+    return _bundle(_load("AutoTokenizer", str(directory), {}), read_config(directory), defaults, None)
 
 
-def bundle_from_gguf(path: Path, pre_tokenizer: str, config: ModelConfig) -> bytes:
+def bundle_from_gguf(
+    path: Path, pre_tokenizer: str, config: ModelConfig, defaults: dict[str, float | int]
+) -> bytes:
     """Returns the bundle of a GGUF file.
 
     Args:
         path: the file.
         pre_tokenizer: its `tokenizer.ggml.pre`.
         config: the model's configuration.
+        defaults: sampling defaults the file states.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
     """
-    tokenizer = _load(str(path.parent), {"gguf_file": path.name})
-    return _bundle(tokenizer, config, {}, pre_tokenizer)
+    # Not AutoTokenizer: it asks for the model's configuration first, and knows fewer architectures than tokenizers.
+    tokenizer = _load("PreTrainedTokenizerFast", str(path.parent), {"gguf_file": path.name})
+    return _bundle(tokenizer, config, defaults, pre_tokenizer)
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
@@ -62,12 +66,12 @@ def split_digits(tokenizer_json: str) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-def _load(directory: str, keywords: dict[str, str]) -> Any:  # noqa: ANN401 - transformers' tokenizer types are partial
+def _load(class_name: str, directory: str, keywords: dict[str, str]) -> Any:  # noqa: ANN401 - transformers' tokenizer types are partial
     import transformers  # noqa: PLC0415 - takes seconds, and toys and tests do without
 
     try:
-        auto = cast("Any", transformers.AutoTokenizer)
-        tokenizer = auto.from_pretrained(directory, use_fast=True, trust_remote_code=False, **keywords)
+        tokenizer_class = getattr(transformers, class_name)
+        tokenizer = tokenizer_class.from_pretrained(directory, use_fast=True, trust_remote_code=False, **keywords)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(f"the tokenizer of {directory} cannot be loaded: {error}") from error
     if not tokenizer.is_fast:

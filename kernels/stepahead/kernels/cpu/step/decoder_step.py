@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from stepahead.kernels.cpu.step.library import Batch, CacheDims, Dims, InstructionSet, TensorKind, step_library
-from stepahead.kernels.reference.rope import RopeConfig, rope_tables
+from stepahead.kernels.cpu.step.library import (
+    Batch,
+    CacheDims,
+    InstructionSet,
+    TensorKind,
+    step_library,
+)
+from stepahead.kernels.cpu.step.step_shape import StepShape, check_shape, library_dims, tensor_shape
+from stepahead.kernels.reference.rope import rope_tables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,23 +30,6 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 256
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
-    """Sizes of a decoder of the Llama family."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    attention_scale: float
-    rope: RopeConfig
-    tied_head: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +71,9 @@ class DecoderStep:
             ValueError: an argument is out of range, or this CPU lacks the instruction set.
             MemoryError: no memory for the weights, or no threads.
         """
-        _check_shape(shape, num_threads)
+        check_shape(shape)
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise ValueError(f"num_threads must be in 1..{MAX_THREADS}, not {num_threads}")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, not {dtype}")
         self._library = step_library()
@@ -91,22 +83,9 @@ class DecoderStep:
         self._dtype = dtype
         self._tables: CacheDims | None = None
         self._cache_bytes = 0
-        dims = Dims(
-            isa=int(isa),
-            bf16_weights=_DTYPES[dtype],
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            vocab_size=shape.vocab_size,
-            tied_head=int(shape.tied_head),
-            num_threads=num_threads,
-            pin_threads=int(pin_threads),
-            norm_eps=shape.norm_eps,
-            attention_scale=shape.attention_scale,
-        )
+        dims = library_dims(shape)
+        dims.isa, dims.bf16_weights = int(isa), _DTYPES[dtype]
+        dims.num_threads, dims.pin_threads = num_threads, int(pin_threads)
         handle: int | None = self._library.step_create(ctypes.byref(dims))
         if not handle:
             raise MemoryError(f"the weights of {shape} or {num_threads} threads do not fit")
@@ -137,6 +116,8 @@ class DecoderStep:
             raise ValueError(f"{kind.name} has shape {list(tensor.shape)}, must be {list(expected)}")
         if kind == TensorKind.EMBEDDING and self._shape.tied_head:
             raise ValueError("EMBEDDING of a tied model is its HEAD")
+        if kind >= TensorKind.POST_ATTENTION_NORM and not self._shape.post_norms:
+            raise ValueError(f"{kind.name}: this model has no post norms")
         dtype = self._dtype if kind < TensorKind.QUERY_BIAS else torch.float32
         plain = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
         if self._library.step_set(self._handle, int(kind), layer, plain.data_ptr()):
@@ -168,8 +149,9 @@ class DecoderStep:
         ):
             if not 0 < value < 2**31:
                 raise ValueError(f"{name} must be positive, not {value}")
-        tables = rope_tables(self._shape.rope, max_positions)
-        cos, sin = (np.ascontiguousarray(table, np.float32) for table in tables)
+        tables = [rope_tables(rope, max_positions) for rope in self._shape.ropes]
+        # a model in which no layer turns has none
+        cos, sin = (np.ascontiguousarray([table[part] for table in tables], np.float32) for part in range(2))
         dims = CacheDims(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -264,38 +246,6 @@ class DecoderStep:
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise ValueError("the step is closed")
-
-
-def tensor_shape(shape: StepShape, kind: TensorKind) -> tuple[int, ...]:
-    """Returns the shape a weight must have."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    outputs = {"QUERY": queries, "KEY": keys, "VALUE": keys, "OUTPUT": hidden, "GATE": inner, "UP": inner}
-    inputs = {"OUTPUT": queries, "DOWN": inner}
-    name = kind.name
-    if kind in (TensorKind.EMBEDDING, TensorKind.HEAD):
-        return shape.vocab_size, hidden
-    if name in ("QUERY_NORM", "KEY_NORM"):
-        return (shape.head_dim,)
-    if name.endswith("_BIAS"):
-        return (outputs.get(name.removesuffix("_BIAS"), hidden),)
-    if name.endswith("_NORM"):
-        return (hidden,)
-    return outputs.get(name, hidden), inputs.get(name, hidden)
-
-
-def _check_shape(shape: StepShape, num_threads: int) -> None:
-    for name in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"):
-        if getattr(shape, name) < 1:
-            raise ValueError(f"{name} must be positive, not {getattr(shape, name)}")
-    if shape.num_heads % shape.num_kv_heads:
-        raise ValueError(f"num_heads {shape.num_heads} is no multiple of num_kv_heads {shape.num_kv_heads}")
-    if shape.head_dim < 2 or shape.head_dim % 2:
-        raise ValueError(f"head_dim must be even and positive, not {shape.head_dim}")
-    if shape.rope.head_dim != shape.head_dim:
-        raise ValueError(f"rope.head_dim {shape.rope.head_dim} is not head_dim {shape.head_dim}")
-    if not 1 <= num_threads <= MAX_THREADS:
-        raise ValueError(f"num_threads must be in 1..{MAX_THREADS}, not {num_threads}")
 
 
 def _step_arrays(

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class InstructionSet(IntEnum):
@@ -48,6 +48,14 @@ class TensorKind(IntEnum):
     FINAL_NORM = 18
     QUERY_NORM = 19
     KEY_NORM = 20
+    POST_ATTENTION_NORM = 21
+    POST_MLP_NORM = 22
+
+
+class LayerDims(ctypes.Structure):
+    """`LayerDims` of abi.h."""
+
+    _fields_: ClassVar = [("window", ctypes.c_int32), ("rope", ctypes.c_int32)]
 
 
 class Dims(ctypes.Structure):
@@ -66,8 +74,15 @@ class Dims(ctypes.Structure):
         ("tied_head", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
         ("pin_threads", ctypes.c_int32),
+        ("num_ropes", ctypes.c_int32),
+        ("post_norms", ctypes.c_int32),
+        ("gelu", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
+        ("attention_cap", ctypes.c_float),
+        ("logit_cap", ctypes.c_float),
+        ("layers", ctypes.POINTER(LayerDims)),
     ]
 
 

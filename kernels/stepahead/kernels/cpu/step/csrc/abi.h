@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 1
+#define STEP_ABI_VERSION 2
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -36,19 +36,32 @@ enum TensorKind : int32_t {
   FINAL_NORM,
   QUERY_NORM,
   KEY_NORM,
+  POST_ATTENTION_NORM,  // only with post norms
+  POST_MLP_NORM,
+};
+
+// In what layers differ.
+struct LayerDims {
+  int32_t window;  // keys a query sees, its own included; 0: all before it
+  int32_t rope;    // which of the tables queries and keys turn by; -1: they do not turn
 };
 
 struct Dims {
   int32_t isa, bf16_weights;
   int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t tied_head, num_threads, pin_threads;
-  float norm_eps, attention_scale;
+  int32_t num_ropes;
+  int32_t post_norms;  // attention's and the MLP's results are normed before they join the residual
+  int32_t gelu;        // the MLP's activation: 0 silu, 1 gelu in its tanh form
+  float norm_eps, attention_scale, embedding_scale;
+  float attention_cap, logit_cap;  // bounds on scores and logits, cap * tanh(x / cap); 0: none
+  const LayerDims* layers;         // [num_layers], read by `step_create` only
 };
 
 struct CacheDims {
   int64_t num_blocks;
   int32_t block_size, max_tokens, max_positions, padding;
-  const float *cos, *sin;  // [max_positions][head_dim / 2]
+  const float *cos, *sin;  // [num_ropes][max_positions][head_dim / 2]
 };
 
 // One step. Tokens of a row are neighbours; positions of a row are consecutive and end at seq_lens - 1.

@@ -75,6 +75,7 @@ static bool allocate_activations(Model& m) {
   m.max_tasks = tokens * m.dims.num_kv_heads * ((m.group_heads + TASK_QUERIES - 1) / TASK_QUERIES);
   m.residual = reinterpret_cast<float*>(allocate(m, tokens * m.padded_hidden * 4));
   m.qkv = reinterpret_cast<float*>(allocate(m, tokens * (columns + 2 * m.kv_columns) * 4));
+  if (m.dims.post_norms) m.branch = reinterpret_cast<float*>(allocate(m, tokens * m.padded_hidden * 4));
   m.normed = allocate(m, tokens * m.padded_hidden * bytes);
   m.queries = allocate(m, tokens * columns * bytes);
   m.attended = allocate(m, tokens * columns * bytes);
@@ -84,7 +85,7 @@ static bool allocate_activations(Model& m) {
   m.best_logits = reinterpret_cast<float*>(allocate(m, tokens * m.dims.num_threads * sizeof(float)));
   m.best_ids = reinterpret_cast<int64_t*>(allocate(m, tokens * m.dims.num_threads * sizeof(int64_t)));
   return m.residual && m.qkv && m.normed && m.queries && m.attended && m.inner && m.scratch && m.tasks &&
-         m.best_logits && m.best_ids;
+         m.best_logits && m.best_ids && (m.branch || !m.dims.post_norms);
 }
 
 static void make_tasks(Model& m, const Batch& batch) {
@@ -133,7 +134,9 @@ STEP_EXPORT void* step_create(const Dims* dims) {
   model->kernels = dims->isa == ISA_AVX2 ? avx2_kernels(dims->bf16_weights) : avx512_kernels(dims->bf16_weights);
   derive_sizes(*model);
   model->pool = make_pool(*dims);
-  if (model->pool && make_weights(*model)) return model;
+  const bool made = model->pool && make_weights(*model);
+  model->dims.layers = nullptr;  // the caller's
+  if (made) return model;
   free_model(model);
   return nullptr;
 }
@@ -153,16 +156,17 @@ STEP_EXPORT int64_t step_allocate(void* handle, const CacheDims* dims) {
   const int64_t bytes = tiles * m.tile_elements * m.kernels->weight_bytes;
   m.keys = allocate(m, bytes);
   m.values = allocate(m, bytes);
-  m.cos = reinterpret_cast<float*>(allocate(m, dims->max_positions * m.half * sizeof(float)));
-  m.sin = reinterpret_cast<float*>(allocate(m, dims->max_positions * m.half * sizeof(float)));
+  const int64_t table_rows = int64_t(m.dims.num_ropes) * dims->max_positions;
+  m.cos = reinterpret_cast<float*>(allocate(m, table_rows * m.half * sizeof(float)));
+  m.sin = reinterpret_cast<float*>(allocate(m, table_rows * m.half * sizeof(float)));
   if (!m.keys || !m.values || !m.cos || !m.sin || !allocate_activations(m)) return -1;
   // Memory that was never written is the system's zero page: the first steps would pay for the real pages.
   memset(m.keys, 0, bytes);
   memset(m.values, 0, bytes);
   const int64_t half = m.dims.head_dim / 2;
-  for (int64_t position = 0; position < dims->max_positions; position++) {
-    memcpy(m.cos + position * m.half, dims->cos + position * half, half * sizeof(float));
-    memcpy(m.sin + position * m.half, dims->sin + position * half, half * sizeof(float));
+  for (int64_t row = 0; row < table_rows; row++) {
+    memcpy(m.cos + row * m.half, dims->cos + row * half, half * sizeof(float));
+    memcpy(m.sin + row * m.half, dims->sin + row * half, half * sizeof(float));
   }
   return 2 * bytes;
 }

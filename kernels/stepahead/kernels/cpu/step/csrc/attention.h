@@ -3,7 +3,9 @@
 // A task is up to 48 query rows (token x query head of a group) of one sequence and KV head: a decode row is one group,
 // a prefill chunk many. The keys are taken in parts of eight tiles; parts begin at fixed positions, and each part has
 // its own maximum, sum and weighted values, which are then merged in ascending order. So a row's sums depend on its own
-// position only. Keys a row must not see get the weight 0, which changes no sum.
+// position only. Keys a row must not see get the weight 0, which changes no sum. With a window, tiles before the first
+// that any row of the task sees are left out: a part whose keys a row does not see yet has the largest score -3e38, sum
+// and values 0, and merging it changes nothing.
 #pragma once
 #include "linear.h"
 #include "model.h"
@@ -29,22 +31,37 @@ struct Part {
   int num_tiles;
 };
 
-// Tiles of a sequence's first `count` tokens.
-inline int64_t tiles_of(const step::Model& m, int64_t count) {
+// The tile a position lies in.
+inline int64_t tile_of(const step::Model& m, int64_t position) {
   const int64_t block_size = m.cache.block_size;
-  return (count - 1) / block_size * m.tiles_per_block + (count - 1) % block_size / step::TILE_TOKENS + 1;
+  return position / block_size * m.tiles_per_block + position % block_size / step::TILE_TOKENS;
+}
+
+// Tiles of a sequence's first `count` tokens.
+inline int64_t tiles_of(const step::Model& m, int64_t count) { return tile_of(m, count - 1) + 1; }
+
+// The first position that a row sees that sees up to `visible`.
+inline int64_t oldest_of(int64_t window, int64_t visible) { return window && visible > window ? visible - window : 0; }
+
+// The first tile that any row of a task sees: its first row's.
+inline int64_t first_tile(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task) {
+  const int64_t window = m.layers[layer].window;
+  if (!window) return 0;
+  const int64_t count = batch.query_start_loc[task.row + 1] - batch.query_start_loc[task.row];
+  const int64_t visible = batch.seq_lens[task.row] - count + task.first_query / m.group_heads + 1;
+  return tile_of(m, oldest_of(window, visible));
 }
 
 template <class P>
 Part<P> find_part(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task,
-                  int64_t first_tile, int64_t num_tiles) {
+                  int64_t begin_tile, int64_t num_tiles) {
   using Weight = typename P::Weight;
   const int32_t* table = batch.block_tables + static_cast<int64_t>(task.row) * batch.table_width;
   Part<P> part;
-  const int64_t rest = num_tiles - first_tile;
-  part.num_tiles = static_cast<int>(rest < step::PART_TILES ? rest : step::PART_TILES);
+  const int64_t rest = num_tiles - begin_tile, room_in_part = step::PART_TILES - begin_tile % step::PART_TILES;
+  part.num_tiles = static_cast<int>(rest < room_in_part ? rest : room_in_part);
   for (int i = 0; i < part.num_tiles; i++) {
-    const int64_t index = (first_tile + i) / m.tiles_per_block, inside = (first_tile + i) % m.tiles_per_block;
+    const int64_t index = (begin_tile + i) / m.tiles_per_block, inside = (begin_tile + i) % m.tiles_per_block;
     const int64_t start = step::block_offset(m, layer, table[index], task.kv_head) + inside * m.tile_elements;
     part.keys[i] = reinterpret_cast<const Weight*>(m.keys) + start;
     part.values[i] = reinterpret_cast<const Weight*>(m.values) + start;
@@ -85,23 +102,41 @@ void score_keys(const step::Model& m, const Part<P>& part, const typename P::Act
   }
 }
 
+// Bounds the scores of all rows.
+template <class P>
+void cap_scores(const Part<P>& part, int num_queries, float cap, float* scores) {
+  for (int q = 0; q < num_queries; q++)
+    for (int i = 0; i < part.num_tiles * step::TILE_TOKENS; i += P::WIDTH) {
+      float* at = scores + q * step::PART_KEYS + i;
+      P::store(at, softcap<P>(P::load(at), cap));
+    }
+}
+
+// v, but `rest` in the lanes of a row's tile i that lie outside `oldest` .. `visible`.
+template <class P, class F>
+STEP_INLINE F seen_lanes(const Part<P>& part, int i, int lane, int64_t oldest, int64_t visible, F v, F rest) {
+  v = P::first(tokens_seen(part, i, visible) - lane, v, rest);
+  if (oldest > part.position[i]) v = P::first(tokens_seen(part, i, oldest) - lane, rest, v);
+  return v;
+}
+
 // Turns one row's scores into weights relative to the part's maximum; keys out of sight get 0.
 template <class P>
-void weigh_keys(const Part<P>& part, int64_t visible, const float* scores, typename P::Activation* weights,
-                float* largest, float* sum) {
+void weigh_keys(const Part<P>& part, int64_t oldest, int64_t visible, const float* scores,
+                typename P::Activation* weights, float* largest, float* sum) {
   const auto low = P::all(-3e38f);
   auto top = low, total = P::zero();
   for (int i = 0; i < part.num_tiles; i++)
     for (int lane = 0; lane < step::TILE_TOKENS; lane += P::WIDTH) {
       const auto v = P::load(scores + i * step::TILE_TOKENS + lane);
-      top = P::max(top, P::first(tokens_seen(part, i, visible) - lane, v, low));
+      top = P::max(top, seen_lanes<P>(part, i, lane, oldest, visible, v, low));
     }
   const float maximum = P::largest(top);
   for (int i = 0; i < part.num_tiles; i++)
     for (int lane = 0; lane < step::TILE_TOKENS; lane += P::WIDTH) {
       const int at = i * step::TILE_TOKENS + lane;
       auto e = exponential<P>(P::sub(P::load(scores + at), P::all(maximum)));
-      e = P::first(tokens_seen(part, i, visible) - lane, e, P::zero());
+      e = seen_lanes<P>(part, i, lane, oldest, visible, e, P::zero());
       total = P::add(total, e);
       P::store_activation(weights + at, e);
     }
@@ -173,22 +208,27 @@ void attend(step::Model& m, const step::Batch& batch, int layer, const step::Att
   const int64_t place = (task.kv_head * m.cache.max_tokens + begin) * m.group_heads + task.first_query;
   const auto* queries = reinterpret_cast<const typename P::Activation*>(m.queries) + place * m.padded_head;
 
-  Part<P> next = find_part<P>(m, batch, layer, task, 0, num_tiles);
-  for (int64_t tile = 0; tile < num_tiles; tile += step::PART_TILES) {
+  const int64_t window = m.layers[layer].window, begin_tile = first_tile(m, batch, layer, task);
+  Part<P> next = find_part<P>(m, batch, layer, task, begin_tile, num_tiles);
+  for (int64_t tile = begin_tile, next_tile; tile < num_tiles; tile = next_tile) {
     const Part<P> part = next;
-    const bool last = tile + step::PART_TILES >= num_tiles;
-    if (!last)
-      next = find_part<P>(m, batch, layer, task, tile + step::PART_TILES, num_tiles);
-    else if (&task + 1 < m.tasks + m.num_tasks)  // most likely this thread's next task
-      next = find_part<P>(m, batch, layer, (&task)[1], 0, tiles_of(m, batch.seq_lens[(&task)[1].row]));
+    next_tile = tile + part.num_tiles;
+    if (next_tile < num_tiles) {
+      next = find_part<P>(m, batch, layer, task, next_tile, num_tiles);
+    } else if (&task + 1 < m.tasks + m.num_tasks) {  // most likely this thread's next task
+      const step::AttentionTask& after = (&task)[1];
+      next = find_part<P>(m, batch, layer, after, first_tile(m, batch, layer, after),
+                          tiles_of(m, batch.seq_lens[after.row]));
+    }
     score_keys<P>(m, part, queries, task.num_queries, scratch.scores);
+    if (m.dims.attention_cap > 0) cap_scores<P>(part, task.num_queries, m.dims.attention_cap, scratch.scores);
     for (int q = 0; q < task.num_queries; q++)
-      weigh_keys<P>(part, visible(q), scratch.scores + q * step::PART_KEYS, scratch.weights + q * step::PART_KEYS,
-                    scratch.part_largest + q, scratch.part_sum + q);
-    float* out = tile == 0 ? result : part_result;
+      weigh_keys<P>(part, oldest_of(window, visible(q)), visible(q), scratch.scores + q * step::PART_KEYS,
+                    scratch.weights + q * step::PART_KEYS, scratch.part_largest + q, scratch.part_sum + q);
+    float* out = tile == begin_tile ? result : part_result;
     mix_values<P>(m, part, next, most, scratch.weights, task.num_queries, last_pair, out);
     for (int q = 0; q < task.num_queries; q++) {
-      if (tile == 0) {
+      if (tile == begin_tile) {
         scratch.largest[q] = scratch.part_largest[q];
         scratch.sum[q] = scratch.part_sum[q];
       } else if (visible(q) > part.position[0]) {  // else the part does not exist for this row

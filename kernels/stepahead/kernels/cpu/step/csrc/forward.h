@@ -25,6 +25,8 @@ class Step {
       attention(layer);
       mlp(layer);
     }
+    if (const float* post_norm = m.layers[m.dims.num_layers - 1].post_mlp_norm)
+      rows(batch.num_tokens, [&](int64_t t) { join(t, post_norm); });
     if (batch.num_logits) head();
   }
 
@@ -48,7 +50,21 @@ class Step {
     norm_row<P>(m, x, weight, as_input(m.normed) + row * m.padded_hidden);
   }
 
+  // With post norms: the last result, normed, joins the residual.
+  void join(int64_t row, const float* post_norm) {
+    add_normed<P>(m, m.branch + row * m.padded_hidden, post_norm, m.residual + row * m.padded_hidden);
+  }
+
   void add_to_residual(const step::Linear& matrix, char* input, int64_t stride) {
+    if (m.dims.post_norms) {
+      linear<P>(thread, matrix, as_input(input), stride, batch.num_tokens,
+                [&](int64_t row, int64_t panel, auto a, auto b) {
+                  float* x = m.branch + row * m.padded_hidden + panel * 2 * P::WIDTH;
+                  P::store(x, a);
+                  P::store(x + P::WIDTH, b);
+                });
+      return;
+    }
     linear<P>(thread, matrix, as_input(input), stride, batch.num_tokens, [&](int64_t row, int64_t panel, auto a, auto b) {
       float* x = m.residual + row * m.padded_hidden + panel * 2 * P::WIDTH;
       P::store(x, P::add(P::load(x), a));
@@ -59,7 +75,7 @@ class Step {
   void attention(int layer) {
     const step::Layer& weights = m.layers[layer];
     const int64_t columns = m.query_columns + 2 * m.kv_columns;
-    if (layer) norm_all(weights.attention_norm);
+    if (layer) norm_all(m.layers[layer - 1].post_mlp_norm, weights.attention_norm);
     linear<P>(thread, weights.qkv, as_input(m.normed), m.padded_hidden, batch.num_tokens,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* out = m.qkv + row * columns + panel * 2 * P::WIDTH;
@@ -71,18 +87,26 @@ class Step {
     add_to_residual(weights.output, m.attended, m.query_columns);
   }
 
-  void norm_all(const float* weight) {
-    rows(batch.num_tokens, [&](int64_t t) { norm(m.residual + t * m.padded_hidden, weight, t); });
+  // Begins a half of a layer; `post_norm` of the half before it, or null.
+  void norm_all(const float* post_norm, const float* weight) {
+    rows(batch.num_tokens, [&](int64_t t) {
+      if (post_norm) join(t, post_norm);
+      norm(m.residual + t * m.padded_hidden, weight, t);
+    });
   }
 
   void mlp(int layer) {
     const step::Layer& weights = m.layers[layer];
-    norm_all(weights.mlp_norm);
+    norm_all(weights.post_attention_norm, weights.mlp_norm);
+    const bool gelu = m.dims.gelu;
     linear<P>(thread, weights.gate_up, as_input(m.normed), m.padded_hidden, batch.num_tokens,
               [&](int64_t row, int64_t panel, auto gate, auto up) {
-                const auto one = P::all(1.0f), e = exponential<P>(P::sub(P::zero(), gate));
-                const auto silu = P::div(gate, P::add(one, e));
-                P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH, P::mul(silu, up));
+                // Both are z * sigmoid(y): silu with y = z, gelu with y = 2 sqrt(2 / pi) (z + 0.044715 z^3).
+                auto y = gate;
+                if (gelu) y = P::mul(gate, P::fma(P::mul(gate, gate), P::all(0.0713548163f), P::all(1.5957691216f)));
+                const auto one = P::all(1.0f), e = exponential<P>(P::sub(P::zero(), y));
+                const auto active = P::div(gate, P::add(one, e));
+                P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH, P::mul(active, up));
               });
     add_to_residual(weights.down, m.inner, m.padded_inner);
   }
@@ -95,6 +119,7 @@ class Step {
          [&](int64_t i) { norm(m.residual + batch.logit_tokens[i] * m.padded_hidden, m.final_norm, i); });
     linear<P>(thread, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
               [&](int64_t row, int64_t panel, auto a, auto b) {
+                if (m.dims.logit_cap > 0) a = softcap<P>(a, m.dims.logit_cap), b = softcap<P>(b, m.dims.logit_cap);
                 store_logits(row, panel, a, b);
                 keep_best(panel, a, b, best + row, best_ids + row);
               });

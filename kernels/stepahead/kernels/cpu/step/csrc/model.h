@@ -55,6 +55,9 @@ struct Layer {
   Linear qkv, output, gate_up, down;  // gate_up: a panel is one vector of gate columns, then the same ones of up
   float *attention_norm, *mlp_norm;   // [padded_hidden]
   float *query_norm, *key_norm;       // [padded_head] or null
+  float *post_attention_norm, *post_mlp_norm;  // [padded_hidden] or null
+  int64_t window;                              // 0: all
+  int rope;                                    // -1: none
 };
 
 // One (row, KV head, run of query rows) of attention.
@@ -83,10 +86,11 @@ struct Model {
   CacheDims cache;
   int64_t tiles_per_block, tile_elements;
   char *keys, *values;
-  float *cos, *sin;  // [max_positions][half]
+  float *cos, *sin;  // [num_ropes][max_positions][half]
 
   // Activations of a step, a row per token.
   float *residual, *qkv;                         // [padded_hidden], [query_columns + 2 * kv_columns]
+  float* branch;                                 // [padded_hidden], with post norms: what has yet to join the residual
   char *normed, *queries, *attended, *inner;     // queries: [kv_head][token][head of group][padded_head]
   char* scratch;                                 // [num_threads][scratch_bytes]
   int64_t scratch_bytes;

@@ -14,13 +14,14 @@ void embed_row(const step::Model& m, int64_t token_id, float* x) {
   const int64_t hidden = m.dims.hidden_size;
   if (m.embedding) {
     const Weight* row = reinterpret_cast<const Weight*>(m.embedding) + token_id * hidden;
-    for (int64_t i = 0; i < hidden; i++) x[i] = P::weight(row[i]);
+    for (int64_t i = 0; i < hidden; i++) x[i] = P::weight(row[i]) * m.dims.embedding_scale;
   } else {  // tied: the row is a column of the head, and a second copy of the largest matrix is saved
     const int64_t panel = token_id / m.panel_columns, column = token_id % m.panel_columns;
     const auto* weights = reinterpret_cast<const Weight*>(m.head.weights + panel * m.head.panel_bytes);
     for (int64_t i = 0; i < hidden; i++) {
       const int64_t group = i / P::GROUP;
-      x[i] = P::weight(weights[(group * m.panel_columns + column) * P::GROUP + i % P::GROUP]);
+      const Weight element = weights[(group * m.panel_columns + column) * P::GROUP + i % P::GROUP];
+      x[i] = P::weight(element) * m.dims.embedding_scale;
     }
   }
   for (int64_t i = hidden; i < m.padded_hidden; i++) x[i] = 0;
@@ -44,11 +45,21 @@ void norm_row(const step::Model& m, const float* x, const float* weight, typenam
     P::store_activation(out + i, P::mul(P::mul(P::load(x + i), factor), P::load(weight + i)));
 }
 
-// Norm of a head (if the model has it) and rotation by position, times `scale`, in place: [padded_head].
+// x += norm of what was left aside: post norms.
 template <class P>
-STEP_INLINE void turn_head(const step::Model& m, float* head, const float* norm, int64_t position, float scale) {
-  const float* cos = m.cos + position * m.half;
-  const float* sin = m.sin + position * m.half;
+void add_normed(const step::Model& m, const float* branch, const float* weight, float* x) {
+  const auto factor = P::all(norm_factor<P>(branch, m.padded_hidden, m.dims.hidden_size, m.dims.norm_eps));
+  for (int64_t i = 0; i < m.padded_hidden; i += P::WIDTH) {
+    const auto normed = P::mul(P::mul(P::load(branch + i), factor), P::load(weight + i));
+    P::store(x + i, P::add(P::load(x + i), normed));
+  }
+}
+
+// Norm of a head (if the model has it) and rotation (if the layer turns), times `scale`, in place: [padded_head].
+// cos and sin are the position's, or null.
+template <class P>
+STEP_INLINE void turn_head(const step::Model& m, float* head, const float* norm, const float* cos, const float* sin,
+                           float scale) {
   auto factor = P::all(1.0f);
   if (norm) factor = P::all(norm_factor<P>(head, m.padded_head, m.dims.head_dim, m.dims.norm_eps));
   for (int64_t i = 0; i < m.half; i += P::WIDTH) {
@@ -57,7 +68,13 @@ STEP_INLINE void turn_head(const step::Model& m, float* head, const float* norm,
       a = P::mul(P::mul(a, factor), P::load(norm + i));
       b = P::mul(P::mul(b, factor), P::load(norm + m.half + i));
     }
-    const auto c = P::load(cos + i), s = P::load(sin + i), f = P::all(scale);
+    const auto f = P::all(scale);
+    if (!cos) {
+      P::store(head + i, P::mul(f, a));
+      P::store(head + m.half + i, P::mul(f, b));
+      continue;
+    }
+    const auto c = P::load(cos + i), s = P::load(sin + i);
     P::store(head + i, P::mul(f, P::negative_fma(b, s, P::mul(a, c))));
     P::store(head + m.half + i, P::mul(f, P::fma(a, s, P::mul(b, c))));
   }
@@ -86,11 +103,13 @@ template <class P>
 void place_token(step::Model& m, const step::Batch& batch, int layer, int64_t token, char* scratch) {
   using Activation = typename P::Activation;
   const step::Layer& weights = m.layers[layer];
-  const int64_t position = batch.positions[token], size = m.padded_head;
+  const int64_t size = m.padded_head;
+  const int64_t turn = (int64_t(weights.rope) * m.cache.max_positions + batch.positions[token]) * m.half;
+  const float *cos = weights.rope < 0 ? nullptr : m.cos + turn, *sin = weights.rope < 0 ? nullptr : m.sin + turn;
   float* row = m.qkv + token * (m.query_columns + 2 * m.kv_columns);
   for (int64_t head = 0; head < m.dims.num_heads; head++) {
     float* query = row + head * size;
-    turn_head<P>(m, query, weights.query_norm, position, m.dims.attention_scale);
+    turn_head<P>(m, query, weights.query_norm, cos, sin, m.dims.attention_scale);
     const int64_t kv_head = head / m.group_heads, member = head % m.group_heads;
     const int64_t place = (kv_head * m.cache.max_tokens + token) * m.group_heads + member;
     Activation* out = reinterpret_cast<Activation*>(m.queries) + place * size;
@@ -98,7 +117,7 @@ void place_token(step::Model& m, const step::Batch& batch, int layer, int64_t to
   }
   for (int64_t kv_head = 0; kv_head < m.dims.num_kv_heads; kv_head++) {
     float* key = row + m.query_columns + kv_head * size;
-    turn_head<P>(m, key, weights.key_norm, position, 1.0f);
+    turn_head<P>(m, key, weights.key_norm, cos, sin, 1.0f);
     store_kv<P>(m, layer, batch.slot_mapping[token], kv_head, key, key + m.kv_columns,
                 reinterpret_cast<typename P::Weight*>(scratch));
   }

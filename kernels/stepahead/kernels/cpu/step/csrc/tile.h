@@ -106,4 +106,11 @@ STEP_INLINE typename P::F exponential(typename P::F x) {
   return P::mul(p, P::power_of_two(n));
 }
 
+// cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1): good to about 1e-7 of cap.
+template <class P>
+STEP_INLINE typename P::F softcap(typename P::F x, float cap) {
+  const auto e = exponential<P>(P::mul(x, P::all(2.0f / cap)));
+  return P::mul(P::all(cap), P::sub(P::all(1.0f), P::div(P::all(2.0f), P::add(e, P::all(1.0f)))));
+}
+
 }  // namespace

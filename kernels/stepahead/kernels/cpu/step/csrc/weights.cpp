@@ -29,6 +29,8 @@ bool make_weights(Model& m) {
   if (!at || !m.layers) return false;
   for (int layer = 0; layer < d.num_layers; layer++) {
     Layer& l = m.layers[layer];
+    l.window = d.layers[layer].window;
+    l.rope = d.layers[layer].rope;
     place_linear(m, l.qkv, hidden, columns, at);
     place_linear(m, l.output, m.query_columns, hidden, at);
     place_linear(m, l.gate_up, hidden, 2 * inner, at);
@@ -163,6 +165,10 @@ int set_tensor(Model& m, TensorKind kind, int layer, const void* source) {
       return set_norm(m, l.mlp_norm, vector, d.hidden_size, false);
     case FINAL_NORM:
       return set_norm(m, m.final_norm, vector, d.hidden_size, false);
+    case POST_ATTENTION_NORM:
+      return set_norm(m, l.post_attention_norm, vector, d.hidden_size, false);
+    case POST_MLP_NORM:
+      return set_norm(m, l.post_mlp_norm, vector, d.hidden_size, false);
     case QUERY_NORM:
       return set_norm(m, l.query_norm, vector, d.head_dim, true);
     case KEY_NORM:

@@ -1,0 +1,146 @@
+"""What families add to Llama, in the compiled step: against the reference, and bit by bit against itself."""
+
+import numpy as np
+import pytest
+import torch
+
+from stepahead.kernels.reference.attention import LayerAttention
+from stepahead.kernels.reference.rope import RopeConfig
+from tests.kernels.step_model import (
+    ReferenceDecoder,
+    available_sets,
+    layout_of,
+    make_step,
+    random_weights,
+    shape_of,
+)
+
+SETS = available_sets()
+ROPE = RopeConfig(head_dim=32, theta=10_000.0)
+LOCAL = RopeConfig(head_dim=32, theta=50.0)
+
+
+def layers_of(*windows, rope=ROPE):
+    return {"num_layers": len(windows), "layers": tuple(LayerAttention(rope=rope, window=size) for size in windows)}
+
+
+# The keys are taken in parts of 128: windows inside one, over several, and just one key.
+ADDITIONS = {
+    "windows": layers_of(1, 20, 150),
+    "window-and-full": layers_of(40, None),
+    "own-ropes": {"layers": (LayerAttention(rope=LOCAL, window=30), LayerAttention(rope=ROPE))},
+    "no-rope": {"layers": (LayerAttention(rope=None), LayerAttention(rope=ROPE))},
+    "no-rope-at-all": layers_of(None, None, rope=None),
+    "attention-cap": {"attention_cap": 0.7, "attention_scale": 0.5},
+    "logit-cap": {"logit_cap": 0.9},
+    "embedding-scale": {"embedding_scale": 6.5},
+    "embedding-scale-untied": {"embedding_scale": 6.5, "tied_head": False},
+    "gelu": {"gelu": True},
+    "post-norms": {"post_norms": True},
+    "partial-rope": {"rope": RopeConfig(head_dim=32, theta=10_000.0, rotary_dim=12)},
+}
+GEMMA = {
+    **layers_of(20, 150),
+    "attention_cap": 5.0,
+    "logit_cap": 9.0,
+    "embedding_scale": 6.5,
+    "gelu": True,
+    "post_norms": True,
+}
+
+
+def decoder(additions):
+    shape = shape_of(**additions)
+    return shape, random_weights(shape, biases=False, qk_norm=True)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("name", [*ADDITIONS, "gemma"])
+def test_mixed_steps_equal_the_reference(name, isa):
+    rng = np.random.default_rng(5)
+    shape, weights = decoder({**ADDITIONS, "gemma": GEMMA}[name])
+    step, reference = make_step(shape, weights, isa, num_blocks=60), ReferenceDecoder(shape, weights, num_blocks=60)
+    llama = {key: array for key, array in weights.items() if not key[0].name.startswith("POST")}
+    plain_shape = shape_of(num_layers=shape.num_layers, tied_head=shape.tied_head)
+    plain = ReferenceDecoder(plain_shape, llama, num_blocks=60)
+    blocks = rng.permutation(60).reshape(3, 20).tolist()
+    fed, differences = [0, 0, 0], []
+    for counts in ([7, 1, 130], [90, 5, 1], [1, 1, 1], [33, 200, 1], [1, 1, 60]):
+        layout = layout_of(list(zip(fed, counts, strict=True)), blocks)
+        token_ids = rng.integers(0, shape.vocab_size, sum(counts))
+        outputs = step.forward(token_ids, layout, np.arange(len(token_ids)))
+        expected = reference.forward(token_ids, layout)
+        np.testing.assert_allclose(outputs.logits, expected, atol=3e-5)
+        np.testing.assert_array_equal(outputs.best_ids, outputs.logits.argmax(axis=1))
+        differences.append(np.abs(plain.forward(token_ids, layout) - expected).max())
+        fed = [start + count for start, count in zip(fed, counts, strict=True)]
+    assert max(differences) > 1e-2  # else the addition does nothing here
+
+
+def last_logits(step, token_ids, counts, block_size=16):
+    """The bits of the last token's logits, the prompt fed in chunks over shuffled blocks, a neighbour beside it."""
+    rng = np.random.default_rng(len(counts))
+    blocks = rng.permutation(60).tolist()
+    own, other, start = blocks[:30], blocks[30:], 0
+    for count in counts:
+        neighbour = rng.integers(1, 20)
+        rows = [(start, count), (0, neighbour)] if count % 2 else [(0, neighbour), (start, count)]
+        tables = [own, other] if count % 2 else [other, own]
+        given = [token_ids[start : start + count], rng.integers(0, 99, neighbour)]
+        layout = layout_of(rows, tables, block_size)
+        last = count - 1 if count % 2 else neighbour + count - 1
+        outputs = step.forward(np.concatenate(given if count % 2 else given[::-1]), layout, np.array([last]))
+        start += count
+    return outputs.logits[0].view(np.uint32)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["windows", "gemma"])
+def test_h7_the_same_bits_however_tokens_are_batched(name, dtype, isa):
+    shape, weights = decoder({**ADDITIONS, "gemma": GEMMA}[name])
+    token_ids = np.random.default_rng(1).integers(0, shape.vocab_size, 281)
+    step = make_step(shape, weights, isa, dtype=dtype, num_blocks=60)
+    expected = last_logits(step, token_ids, [281])
+    cuts = [[280, 1], [128, 153], [1] * 281]
+    cuts += [[size] * (281 // size) + [281 % size] * (281 % size > 0) for size in range(2, 18)]
+    for counts in cuts:
+        np.testing.assert_array_equal(last_logits(step, token_ids, counts), expected, str(counts[:3]))
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_j10_a_window_passes_over_what_it_left_behind(isa):
+    """Blocks wholly before every window are not read: they may be gone, and hold anything."""
+    shape, weights = decoder(layers_of(20, 30))
+    step = make_step(shape, weights, isa)
+    tokens = np.random.default_rng(2).integers(0, shape.vocab_size, 201)
+    blocks = list(range(13))
+    step.forward(tokens[:200], layout_of([(0, 200)], [blocks]), np.array([], np.int64))
+    follow = layout_of([(200, 1)], [blocks])
+    expected = step.forward(tokens[200:], follow, np.array([0])).logits
+    for part in step.cache_memory():
+        part[:, :10] = np.nan  # positions 0 .. 159; the window begins at 171
+    np.testing.assert_array_equal(step.forward(tokens[200:], follow, np.array([0])).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": (LayerAttention(rope=ROPE),)}, "layers: 1 entries for 2 layers"),
+        (layers_of(3, 0), "window must be positive, not 0"),
+        (layers_of(3, 3, rope=RopeConfig(head_dim=16, theta=1.0)), "rope.head_dim 16 is not head_dim 32"),
+        ({"attention_cap": 0.0}, "attention_cap must be positive"),
+        ({"logit_cap": -1.0}, "logit_cap must be positive"),
+    ],
+)
+@pytest.mark.skipif(not SETS, reason="the step library cannot be built here")
+def test_shapes_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_step(shape_of(**changes), {}, SETS[0])
+
+
+@pytest.mark.skipif(not SETS, reason="the step library cannot be built here")
+def test_a_post_norm_needs_a_model_that_has_them():
+    _, weights = decoder({"post_norms": True})
+    with pytest.raises(ValueError, match="POST_ATTENTION_NORM: this model has no post norms"):
+        make_step(shape_of(), weights, SETS[0])
