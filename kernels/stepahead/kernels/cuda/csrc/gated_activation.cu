@@ -12,15 +12,16 @@ typedef Vector<SCALAR> Piece;
 struct Silu {
   __device__ __forceinline__ float operator()(float z) const { return z / (1.0f + expf(-z)); }
 };
-// Hendrycks and Gimpel, 2016: exact, and the approximation most checkpoints name gelu_pytorch_tanh.
+// Hendrycks and Gimpel, 2016: exact, and the approximation that checkpoints name gelu_pytorch_tanh. Written with erfc
+// and a sigmoid, 1 + tanh(x) = 2 / (1 + exp(-2 x)): 1 + erf and 1 + tanh cancel for negative z.
 struct GeluErf {
   __device__ __forceinline__ float operator()(float z) const {
-    return 0.5f * z * (1.0f + erff(z * 0.7071067811865476f));
+    return 0.5f * z * erfcf(z * -0.7071067811865476f);
   }
 };
 struct GeluTanh {
   __device__ __forceinline__ float operator()(float z) const {
-    return 0.5f * z * (1.0f + tanhf(0.7978845608028654f * (z + 0.044715f * z * z * z)));
+    return z / (1.0f + expf(-1.5957691216057308f * (z + 0.044715f * z * z * z)));
   }
 };
 
