@@ -60,17 +60,21 @@ def compile_module(module: Module, architecture: str) -> CompiledModule:
         KernelUnavailable: NVRTC is not installed.
         KernelBuildError: the source does not compile.
     """
+    return compile_text(source_text(module.source), str(module), architecture, module.definitions)
+
+
+def compile_text(text: str, name: str, architecture: str, definitions: tuple[str, ...] = ()) -> CompiledModule:
+    """Compiles CUDA C++ that may include the headers of csrc; see `compile_module`."""
     library = _library()
     program = ctypes.c_void_p()
-    text, name = source_text(module.source).encode(), f"{module.source}.cu".encode()
-    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
     try:
-        options = [f"--gpu-architecture={architecture}", *_OPTIONS, *module.definitions]
+        options = [f"--gpu-architecture={architecture}", *_OPTIONS, *definitions]
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = library.nvrtcCompileProgram(program, len(options), encoded)
         log = _read(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if failed:
-            message = f"{module} for {architecture}:\n{log}"
+            message = f"{name} for {architecture}:\n{log}"
             raise KernelBuildError(message)
         return CompiledModule(_read(library, program, "CUBIN"), parse_log(log))
     finally:

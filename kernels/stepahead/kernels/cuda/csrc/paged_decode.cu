@@ -189,7 +189,7 @@ paged_decode(SCALAR* out, const SCALAR* queries, const SCALAR* cache, const int*
 }
 
 // Joins the splits of queries that have more than one. Grid: (num_heads, num_queries).
-KERNEL(THREADS, 40)
+KERNEL(THREADS, 48)
 paged_decode_merge(SCALAR* out, const float* partial, const float* partial_stats, const int* seq_lens, int num_heads,
                    int num_splits, int window) {
   const int index = blockIdx.y;
