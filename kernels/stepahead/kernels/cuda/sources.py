@@ -55,7 +55,11 @@ def declarations(source: str) -> tuple[KernelDeclaration, ...]:
     text = source_text(source)
     values = {match["name"]: int(match["value"]) for match in _CONSTANT.finditer(text)}
     return tuple(
-        KernelDeclaration(match["name"], values[match["threads"]], int(match["registers"]))
+        KernelDeclaration(
+            name=match["name"],
+            max_threads=int(match["threads"]) if match["threads"].isdigit() else values[match["threads"]],
+            register_budget=int(match["registers"]),
+        )
         for match in _KERNEL.finditer(text)
     )
 
