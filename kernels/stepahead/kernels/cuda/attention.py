@@ -91,52 +91,62 @@ def paged_decode(
     """
     num_queries, num_heads, stride = _check(queries, cache, options)
     query_rows, seq_lens, block_tables = rows
-    check_tensor(query_rows, "query_rows", torch.int32, (num_queries,))
-    check_tensor(seq_lens, "seq_lens", torch.int32, (num_queries,))
-    check_tensor(block_tables, "block_tables", torch.int32, (None, None))
+    shapes: tuple[tuple[int | None, ...], ...] = ((num_queries,), (num_queries,), (None, None))
+    for tensor, name, shape in zip(rows, ("query_rows", "seq_lens", "block_tables"), shapes, strict=True):
+        check_tensor(tensor, name, torch.int32, shape)
     _, _, num_kv_heads, block_size, head_dim = cache.shape
-    group = num_heads // num_kv_heads
-    tiles_of_group = -(-group // MAX_GROUP)
-    num_splits = max(-(-max_context // SPLIT_TOKENS), 1)
-    if options.window:
-        # A window that begins inside a split reaches into one more.
-        num_splits = min(num_splits, -(-(options.window - 1) // SPLIT_TOKENS) + 1)
+    num_splits = _num_splits(max_context, options.window)
     out = backend.allocate((num_queries, num_heads, head_dim), cache.dtype)
     partial = stats = None
     if num_splits > 1:
         partial = backend.allocate((num_queries, num_heads, num_splits, head_dim), torch.float32)
         stats = backend.allocate((num_queries, num_heads, num_splits, 2), torch.float32)
-    module = decode_module(scalar_name(cache, "cache"), head_dim, group, block_size)
-    window = np.int32(options.window)
-    backend.launch(
-        Launch(
-            module=module,
-            kernel="paged_decode",
-            grid=(num_kv_heads * tiles_of_group, num_queries, num_splits),
-            num_threads=_THREADS,
-            arguments=(
-                *(out, queries, cache, query_rows, seq_lens, block_tables, partial, stats, np.int64(stride)),
-                *(
-                    np.int32(block_tables.shape[1]),
-                    np.int32(num_heads),
-                    np.int32(num_kv_heads),
-                    np.int32(num_splits),
-                ),
-                *(np.float32(options.scale), np.float32(options.soft_cap), window),
-            ),
-        )
-    )
+    tensors = (out, queries, cache, query_rows, seq_lens, block_tables, partial, stats)
+    module = decode_module(scalar_name(cache, "cache"), head_dim, num_heads // num_kv_heads, block_size)
+    backend.launch(_decode_launch(module, tensors, stride, options))
     if num_splits > 1:
-        backend.launch(
-            Launch(
-                module=module,
-                kernel="paged_decode_merge",
-                grid=(num_heads, num_queries, 1),
-                num_threads=_THREADS,
-                arguments=(out, partial, stats, seq_lens, np.int32(num_heads), np.int32(num_splits), window),
-            )
+        sizes = (np.int32(num_heads), np.int32(num_splits), np.int32(options.window))
+        merge = Launch(
+            module=module,
+            kernel="paged_decode_merge",
+            grid=(num_heads, num_queries, 1),
+            num_threads=_THREADS,
+            arguments=(out, partial, stats, seq_lens, *sizes),
         )
+        backend.launch(merge)
     return out
+
+
+def _decode_launch(
+    module: Module, tensors: tuple[torch.Tensor | None, ...], stride: int, options: AttentionOptions
+) -> Launch:
+    """The launch of `paged_decode` over checked tensors, in the order of its parameters."""
+    out, _, cache, _, _, block_tables, partial, _ = tensors
+    assert out is not None
+    assert cache is not None
+    assert block_tables is not None
+    num_queries, num_heads, _ = out.shape
+    num_kv_heads = cache.shape[2]
+    num_splits = 1 if partial is None else partial.shape[2]
+    tiles_of_group = -(-num_heads // num_kv_heads // MAX_GROUP)
+    return Launch(
+        module=module,
+        kernel="paged_decode",
+        grid=(num_kv_heads * tiles_of_group, num_queries, num_splits),
+        num_threads=_THREADS,
+        arguments=(
+            *tensors,
+            np.int64(stride),
+            *(np.int32(size) for size in (block_tables.shape[1], num_heads, num_kv_heads, num_splits)),
+            *(np.float32(options.scale), np.float32(options.soft_cap), np.int32(options.window)),
+        ),
+    )
+
+
+def _num_splits(max_context: int, window: int) -> int:
+    """Splits the longest context may have; a window that begins inside a split reaches into one more."""
+    num_splits = max(-(-max_context // SPLIT_TOKENS), 1)
+    return min(num_splits, -(-(window - 1) // SPLIT_TOKENS) + 1) if window else num_splits
 
 
 def chunk_tiles(query_start_loc: NDArray[np.int32], group: int) -> NDArray[np.int32]:
