@@ -71,14 +71,17 @@ class Paged:
         lens = np.repeat(self.seq_lens.numpy(), counts) + place
         lens = np.maximum(lens, 0).astype(np.int32)
         arrays = (torch.from_numpy(rows), torch.from_numpy(lens), self.block_tables)
-        return paged_decode(
-            backend, self.queries, self.cache, arrays, options, int(max_context or max(lens.max(), 1))
-        )
+        out = backend.allocate(tuple(self.queries.shape), self.cache.dtype)
+        longest = int(max_context or max(lens.max(), 1))
+        paged_decode(backend, out, self.queries, self.cache, arrays, options, longest)
+        return out
 
     def chunk(self, backend, options):
         tiles = torch.from_numpy(chunk_tiles(self.query_start_loc, self.heads.group))
         arrays = (tiles, torch.from_numpy(self.query_start_loc), self.seq_lens, self.block_tables)
-        return paged_chunk(backend, self.queries, self.cache, arrays, options)
+        out = backend.allocate(tuple(self.queries.shape), self.cache.dtype)
+        paged_chunk(backend, out, self.queries, self.cache, arrays, options)
+        return out
 
     def expected(self, options):
         """[num_tokens, num_heads, head_dim] float64, query by query from the formula."""

@@ -65,16 +65,18 @@ def chunk_shared_bytes(head_dim: int) -> int:
 
 def paged_decode(
     backend: Backend,
+    out: torch.Tensor,
     queries: torch.Tensor,
     cache: torch.Tensor,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     options: AttentionOptions,
     max_context: int,
-) -> torch.Tensor:
+) -> None:
     """Attention of single query tokens; `reference.attention.paged_attention` of one token each.
 
     Args:
         backend: where the tensors are.
+        out: [num_queries, num_heads, head_dim], contiguous, written.
         queries: [num_queries, num_heads, head_dim], rotated; queries may be apart.
         cache: one layer, see `cache`.
         rows: query_rows [num_queries] int32, the row of the table each query belongs to; seq_lens [num_queries]
@@ -82,9 +84,6 @@ def paged_decode(
             whose positions no query sees are not read.
         options: see `AttentionOptions`.
         max_context: no seq_len is larger.
-
-    Returns:
-        [num_queries, num_heads, head_dim].
 
     Raises:
         KernelArgumentError: a tensor is not as said here.
@@ -96,7 +95,7 @@ def paged_decode(
         check_tensor(tensor, name, torch.int32, shape)
     _, _, num_kv_heads, block_size, head_dim = cache.shape
     num_splits = _num_splits(max_context, options.window)
-    out = backend.allocate((num_queries, num_heads, head_dim), cache.dtype)
+    check_tensor(out, "out", cache.dtype, (num_queries, num_heads, head_dim))
     partial = stats = None
     if num_splits > 1:
         partial = backend.allocate((num_queries, num_heads, num_splits, head_dim), torch.float32)
@@ -114,7 +113,6 @@ def paged_decode(
             arguments=(out, partial, stats, seq_lens, *sizes),
         )
         backend.launch(merge)
-    return out
 
 
 def _decode_launch(
@@ -165,23 +163,22 @@ def chunk_tiles(query_start_loc: NDArray[np.int32], group: int) -> NDArray[np.in
 
 def paged_chunk(
     backend: Backend,
+    out: torch.Tensor,
     queries: torch.Tensor,
     cache: torch.Tensor,
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     options: AttentionOptions,
-) -> torch.Tensor:
+) -> None:
     """Causal attention of rows of several tokens; `reference.attention.paged_attention` row by row.
 
     Args:
         backend: where the tensors are.
+        out: [num_tokens, num_heads, head_dim], contiguous, written.
         queries: [num_tokens, num_heads, head_dim] float16 or bfloat16, rotated, row by row; tokens may be apart.
         cache: one layer, see `cache`; the rows' keys and values are already in it.
         rows: tiles [num_tiles, 2] int32 from `chunk_tiles`; query_start_loc [num_rows + 1] int32; seq_lens
             [num_rows] int32, last position + 1; block_tables [num_rows, width] int32.
         options: see `AttentionOptions`.
-
-    Returns:
-        [num_tokens, num_heads, head_dim].
 
     Raises:
         KernelArgumentError: a tensor is not as said here, or float32 (take `paged_decode`, a query a token).
@@ -196,7 +193,7 @@ def paged_chunk(
     if cache.dtype == torch.float32 or head_dim % 16:
         message = f"tensor cores take 16-bit heads of a multiple of 16 values, not {cache.dtype} of {head_dim}"
         raise KernelArgumentError(message)
-    out = backend.allocate((num_tokens, num_heads, head_dim), cache.dtype)
+    check_tensor(out, "out", cache.dtype, (num_tokens, num_heads, head_dim))
     backend.launch(
         Launch(
             module=chunk_module(scalar_name(cache, "cache"), head_dim, block_size),
@@ -211,7 +208,6 @@ def paged_chunk(
             ),
         )
     )
-    return out
 
 
 def _check(queries: torch.Tensor, cache: torch.Tensor, options: AttentionOptions) -> tuple[int, int, int]:
