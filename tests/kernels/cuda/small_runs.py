@@ -168,3 +168,18 @@ def same(results, others):
         torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
         for one, other in zip(results, others, strict=True)
     )
+
+
+def largest_difference(results, others):
+    """The largest absolute difference of two runs; infinite where integers, or places of NaN, differ."""
+    largest = 0.0
+    for one, other in zip(results, others, strict=True):
+        if not one.is_floating_point():
+            largest = max(largest, 0.0 if torch.equal(one, other) else np.inf)
+            continue
+        if not torch.equal(torch.isnan(one), torch.isnan(other)):
+            return np.inf
+        # Equal infinities and NaNs on both sides are no difference, though subtracting them gives NaN.
+        apart = (one.double() - other.double()).abs()[(one != other) & ~torch.isnan(one)]
+        largest = max(largest, float(apart.max()) if len(apart) else 0.0)
+    return largest

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from stepahead.kernels.cuda.backend import Launch
 from stepahead.kernels.cuda.cupy_backend import CupyBackend, _packed, cached_cubin
-from stepahead.kernels.cuda.errors import KernelUnavailable
+from stepahead.kernels.cuda.errors import KernelArgumentError, KernelUnavailable
 from stepahead.kernels.cuda.host.backend import HostBackend
 from stepahead.kernels.cuda.sources import Module
 
@@ -47,6 +51,62 @@ def test_a_binary_is_compiled_once(tmp_path, monkeypatch):
     other = cached_cubin(Module("write_kv"), "sm_80")
     assert other != path
     assert sorted(tmp_path.iterdir()) == sorted([path, other])
+
+
+class FakeCupy:
+    """What `CupyBackend` asks of CuPy, written down instead of done."""
+
+    def __init__(self):
+        self.launches, self.shared, self.paths = [], None, []
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            Device=nullcontext,
+            ExternalStream=lambda handle: nullcontext(self.launches.append(handle)),
+        )
+
+    def RawModule(self, path):  # noqa: N802 - CuPy's name
+        self.paths.append(path)
+        return SimpleNamespace(get_function=lambda name: FakeFunction(self, name))
+
+
+class FakeFunction:
+    def __init__(self, cupy, name):
+        self.cupy, self.name = cupy, name
+
+    def __call__(self, *arguments, shared_mem):
+        self.cupy.launches.append((self.name, *arguments, shared_mem))
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+        if name == "max_dynamic_shared_size_bytes":
+            self.cupy.shared = value
+
+
+def test_a_launch_reaches_cupy_on_torchs_stream(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPAHEAD_KERNEL_CACHE", str(tmp_path))
+    fake = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    backend = CupyBackend()
+    launch = Launch(
+        module=Module("copy_blocks"),
+        kernel="zero_blocks",
+        grid=(3, 2, 1),
+        num_threads=256,
+        arguments=(None, None, np.int64(64), np.int64(4)),
+    )
+    backend.launch(launch)
+    backend.launch(replace(launch, shared_bytes=60_000))
+    backend.launch(replace(launch, grid=(3, 0, 1)))  # nothing to do
+    assert fake.launches[:2] == [77, ("zero_blocks", (3, 2, 1), (256,), (0, 0, 64, 4), 0)]
+    assert len(fake.launches) == 4
+    assert fake.shared == 60_000
+    (path,) = fake.paths  # loaded once
+    assert path.startswith(str(tmp_path / "copy_blocks-"))
+    with pytest.raises(KernelArgumentError, match="is on cpu"):
+        backend.launch(replace(launch, arguments=(torch.zeros(1), *launch.arguments[1:])))
 
 
 def test_arguments_keep_their_size():
