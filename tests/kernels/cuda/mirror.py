@@ -30,6 +30,9 @@ class MirrorBackend:
     def copy(self, destination, source):
         destination.copy_(source)
 
+    def create_stream(self):
+        return self.inner.create_stream()
+
     def record_event(self):
         return self.inner.record_event()
 

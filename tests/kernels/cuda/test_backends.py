@@ -125,4 +125,12 @@ def test_allocated_memory_of_the_host_is_poisoned():
     memory = HostBackend().allocate((2, 3), torch.bfloat16)
     assert torch.isnan(memory).all()
     assert HostBackend().allocate((4,), torch.int32).eq(-1).all()
-    assert HostBackend().record_event().query()
+
+
+def test_a_stream_of_the_host_has_always_finished():
+    backend = HostBackend()
+    stream, event = backend.create_stream(), backend.record_event()
+    event.synchronize()
+    with stream.current():
+        stream.wait(event)
+        assert backend.record_event().query()

@@ -111,7 +111,7 @@ def test_many_rows_of_mixed_parameters():
         "top_p": random.choice([1.0, 0.95, 0.5], rows),
         "top_k": random.choice([0, 1, 20, 5000], rows),
         "min_p": random.choice([0.0, 0.05], rows),
-        "seed": random.integers(0, 2**63, rows),
+        "seed": random.integers(0, 2**64, rows, np.uint64),
         "choice_index": random.integers(0, 2**40, rows),
         "output_index": random.integers(0, 2**40, rows),
     }

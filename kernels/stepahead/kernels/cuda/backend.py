@@ -7,6 +7,7 @@ each other without another synchronisation.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +71,18 @@ class Event(Protocol):
         ...
 
 
+class Stream(Protocol):
+    """In-order work beside that of other streams."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """Inside the block, this thread's work (torch's too) goes to this stream."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Holds work submitted later back until an event of the same back end has fired; the host does not wait."""
+        ...
+
+
 class Backend(Protocol):
     """Runs kernels."""
 
@@ -93,6 +106,10 @@ class Backend(Protocol):
             KernelUnavailable: it cannot be compiled or loaded here.
             KernelArgumentError: see `Launch.check`.
         """
+        ...
+
+    def create_stream(self) -> Stream:
+        """Returns a new stream."""
         ...
 
     def record_event(self) -> Event:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,22 @@ from stepahead.kernels.cuda.nvrtc import compile_module, nvrtc_version
 from stepahead.kernels.cuda.sources import Module, sources_digest
 
 if TYPE_CHECKING:
-    from stepahead.kernels.cuda.backend import Argument
+    from stepahead.kernels.cuda.backend import Argument, Event
+
+
+class TorchStream:
+    """A CUDA stream of torch's; kernels follow it because `CupyBackend.launch` asks torch for the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def current(self) -> AbstractContextManager[object]:
+        """See `Stream.current`."""
+        return torch.cuda.stream(self._stream)
+
+    def wait(self, event: Event) -> None:
+        """See `Stream.wait`."""
+        self._stream.wait_event(cast("torch.cuda.Event", event))
 
 
 class CupyBackend:
@@ -71,6 +87,10 @@ class CupyBackend:
         handle = torch.cuda.current_stream(self._device).cuda_stream
         with self._cupy.cuda.Device(self._device.index), self._cupy.cuda.ExternalStream(handle):
             function(launch.grid, (launch.num_threads,), arguments, shared_mem=launch.shared_bytes)
+
+    def create_stream(self) -> TorchStream:
+        """See `Backend.create_stream`."""
+        return TorchStream(self._device)
 
     def record_event(self) -> torch.cuda.Event:
         """See `Backend.record_event`."""

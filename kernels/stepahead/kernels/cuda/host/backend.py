@@ -8,6 +8,7 @@ last bit of expf or of a tensor core's sum.
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from stepahead.kernels.cuda.backend import Launch
+from stepahead.kernels.cuda.backend import Event, Launch
 from stepahead.kernels.cuda.errors import KernelFault
 from stepahead.kernels.cuda.host.build import built_module
 
@@ -42,6 +43,18 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Waits until it has."""
+
+
+class HostStream:
+    """A stream whose work ends before the next is submitted."""
+
+    def current(self) -> AbstractContextManager[object]:
+        """See `Stream.current`."""
+        return nullcontext()
+
+    def wait(self, event: Event) -> None:
+        """See `Stream.wait`."""
+        assert event.query(), "work on the host has ended when it is submitted"
 
 
 class HostBackend:
@@ -76,6 +89,10 @@ class HostBackend:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `Backend.copy`."""
         destination.copy_(source)
+
+    def create_stream(self) -> HostStream:
+        """See `Backend.create_stream`."""
+        return HostStream()
 
     def record_event(self) -> HostEvent:
         """See `Backend.record_event`."""
