@@ -54,6 +54,19 @@ def test_long_contexts_are_split_and_joined(window):
     assert paged.error(paged.decode(HostBackend(), options), options) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("kind", ["decode", "chunk"])
+def test_n3_what_lies_before_the_window_is_never_read(kind):
+    paged, options = Paged.make(torch.bfloat16, SMALL, [150, 90], [9, 1]), options_for(SMALL, window=40)
+    wanted = paged.expected(options)
+    for row, lowest in enumerate((141, 89)):  # positions below lowest - window + 1 are gone, their blocks too
+        first = lowest - options.window + 1
+        block = int(paged.block_tables[row, first // SMALL.block_size])
+        paged.cache[block, :, :, : first % SMALL.block_size] = torch.nan
+        paged.block_tables[row, : first // SMALL.block_size] = 10**6
+    result = getattr(paged, kind)(HostBackend(checked=True), options)
+    assert np.abs(result.double().numpy() - wanted).max() < TOLERANCE[torch.bfloat16]
+
+
 def test_j3_a_row_has_the_same_bits_alone_and_beside_longer_rows():
     heads = Heads(num_heads=2, num_kv_heads=1, head_dim=64)
     paged, options = Paged.make(torch.float32, heads, [700, 90]), options_for(heads)

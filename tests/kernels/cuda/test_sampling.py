@@ -85,6 +85,7 @@ def random_logits(rows, vocab, spread=3.0, seed=0):
         {"top_p": 0.01},
         {"top_p": 0.999, "temperature": 2.0},
         {"min_p": 0.1},
+        {"min_p": 1.0},
         {"top_k": 300, "top_p": 0.8, "min_p": 0.02, "temperature": 0.9},
     ],
     ids=str,
@@ -99,9 +100,21 @@ def test_tokens_are_the_references(vocab, columns):
     "columns", [{}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 7, "top_p": 0.6}, {"temperature": 0}], ids=str
 )
 def test_j9_ties_go_to_the_lowest_ids(columns):
-    logits = np.random.default_rng(1).integers(-2, 2, (24, 600)).astype(np.float32)
+    logits = np.random.default_rng(1).integers(-2, 1, (24, 600)).astype(np.float32)
     logits[:, ::7] = np.where(logits[:, ::7] == 0, -0.0, logits[:, ::7])  # equal to 0 for the reference
     assert run_sample(logits, **columns)[0].tolist() == reference_tokens(logits, **columns)
+
+
+@pytest.mark.parametrize("top_digit", [3, 8])  # a lane of the selection looks at 8 digits
+@pytest.mark.parametrize("shift", [0, 8, 16])
+@pytest.mark.parametrize("top_k", [1, 5, 6, 12, 13])
+def test_thresholds_between_neighbouring_digits_of_the_selection(shift, top_k, top_digit):
+    """Values one digit apart at each round of eight bits; 5 of the largest, 7 of the next, and so on."""
+    level = np.repeat(np.arange(4), [5, 7, 9, 20])
+    bits = np.uint32(0x3F800000) + (np.uint32(top_digit) - level.astype(np.uint32) << np.uint32(shift))
+    logits = np.tile(np.random.default_rng(6).permutation(bits).view(np.float32), (40, 1))
+    for columns in ({"top_k": top_k}, {"top_p": top_k / 41}):
+        assert run_sample(logits, **columns)[0].tolist() == reference_tokens(logits, **columns)
 
 
 def test_many_rows_of_mixed_parameters():
