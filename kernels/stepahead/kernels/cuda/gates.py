@@ -6,8 +6,11 @@ no driver. The modules are those of common models; others compile the same text 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from stepahead.kernels.cuda.attention import chunk_module, decode_module
@@ -60,10 +63,14 @@ def gate_rows(modules: Iterable[Module], architectures: Iterable[str] = ARCHITEC
         KernelUnavailable: NVRTC is not installed.
         KernelBuildError: a source does not compile.
     """
-    for module in modules:
-        budgets = {kernel.name: kernel.register_budget for kernel in declarations(module.source)}
-        for architecture in architectures:  # one by one: NVRTC compiles one program at a time, threads or not
-            for kernel in compile_module(module, architecture).kernels:
+    jobs = [(module, architecture) for module in modules for architecture in architectures]
+    # Processes: NVRTC compiles one program at a time in each, threads or not.
+    num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
+    with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as processes:
+        compiled = processes.map(compile_module, *zip(*jobs, strict=True))
+        for (module, architecture), binary in zip(jobs, compiled, strict=True):
+            budgets = {kernel.name: kernel.register_budget for kernel in declarations(module.source)}
+            for kernel in binary.kernels:
                 budget = budgets[kernel.name]
                 yield GateRow(module=module, architecture=architecture, resources=kernel, register_budget=budget)
 
