@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -43,12 +44,16 @@ from stepahead.scheduler.errors import (
     RequestCancelled,
     Unavailable,
 )
+from stepahead.scheduler.gates import Gates
 from stepahead.scheduler.live_request import LiveRequest, now_ns
 from stepahead.scheduler.request_book import RequestBook
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.text.errors import TextError
 from stepahead.scheduler.worker_link import WorkerLink
 from stepahead.v1 import worker_pb2
+
+if TYPE_CHECKING:
+    from stepahead.scheduler.constraints.compiler import CompiledConstraint
 
 log = structlog.get_logger("engine")
 
@@ -81,6 +86,8 @@ class Engine:
         )
         self.budget = MessageBudget(loop, settings.messages_per_second)
         self.book = RequestBook(self.budget, self.core.abort)
+        self.gates = Gates(loop, self.core, self.book)
+        self.gates.on_failed = self._plan_open_lanes
         self.links: dict[LaneId, WorkerLink] = {}
         """Lanes that are open."""
         self.on_fatal: Callable[[Exception], None] = _raise
@@ -98,8 +105,12 @@ class Engine:
         self._next_key += 1
         return RequestKey(self._next_key)
 
-    def submit(self, live: LiveRequest) -> None:
+    def submit(self, live: LiveRequest, compiled: CompiledConstraint | None = None) -> None:
         """Accepts a request; from here on it ends in exactly one terminal message.
+
+        Args:
+            live: the request.
+            compiled: its constraint, if it has one.
 
         Raises:
             Overloaded: the waiting queue is full.
@@ -118,6 +129,8 @@ class Engine:
                 metadata={"limit": str(error.available_tokens), "actual": str(error.needed_tokens)},
             ) from error
         self.book.add(live)
+        if compiled is not None:
+            self.gates.add(live, compiled)
         self._arm_deadline_timer()
         self._plan_open_lanes()
         self.budget.pump()
@@ -156,6 +169,7 @@ class Engine:
         if self.links.pop(link.lane_id, None) is None:
             return
         self.finish_turn()
+        self.gates.forget(link)
         preempted = self.core.lose_lane(link.lane_id)
         log.warning("lane lost", worker=link.address, reason=reason, num_sequences=len(preempted))
         self.book.note_preempted(preempted)
@@ -182,6 +196,8 @@ class Engine:
         ended = {finished.key: finished for finished in outcome.finished}
         if self.book.with_stop_strings:
             self._scan_stop_strings(outcome, ended)
+        self.gates.advance(outcome, ended)
+        self.gates.open(link)
         was_planned = self._plan(link, read_ns=read_ns)
         plan_ns = time.monotonic_ns() - read_ns if was_planned else 0
         self._turn = _Turn(link, boundary, outcome, ended, plan_ns)
@@ -230,6 +246,7 @@ class Engine:
             # A step planned in the turn of a boundary had its work waiting; one that starts an idle lane had not.
             link.send_plan(plan_to_proto(outcome.plan), work_waited=bool(read_ns) or was_planned)
             was_planned = True
+        self.gates.open(link)
         for lane_id in others - {link.lane_id}:
             self._plan(self.links[lane_id])
         return was_planned

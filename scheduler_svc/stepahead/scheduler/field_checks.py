@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from stepahead.scheduler.constraints.errors import ConstraintInvalid
+from stepahead.scheduler.constraints.spec import ConstraintKind, ConstraintSpec
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest
 from stepahead.scheduler.served_model import (
     MAX_NUM_CHOICES,
@@ -58,6 +60,36 @@ def check_num_choices(request: generation_pb2.GenerateRequest, violations: Viola
             "num_choices",
             f"must be 1 to {MAX_NUM_CHOICES}, not {request.num_choices}",
         )
+
+
+def constraint_spec(
+    request: generation_pb2.GenerateRequest, model: ServedModel, violations: Violations
+) -> ConstraintSpec | None:
+    """The constraint with its sizes checked; what it says is checked where it is compiled."""
+    if not request.HasField("constraint"):
+        return None
+    constraint = request.constraint
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        violations.add("constraint", f"one of {', '.join(ConstraintKind)} is required")
+        return None
+    violations.check(model.codec is not None, f"constraint.{kind}", "the model has no tokenizer")
+    violations.check(
+        not request.stopping.ignore_eos, "stopping.ignore_eos", "a constraint decides where the text ends"
+    )
+    violations.check(kind != "json_object" or constraint.json_object, "constraint.json_object", "must be true")
+    texts: dict[str, Callable[[], tuple[str, ...]]] = {
+        "json_schema": lambda: (constraint.json_schema,),
+        "regex": lambda: (constraint.regex,),
+        "grammar": lambda: (constraint.grammar,),
+        "choices": lambda: tuple(constraint.choices.choices),
+        "json_object": lambda: (),
+    }
+    try:
+        return ConstraintSpec(ConstraintKind(kind), texts[kind]())
+    except ConstraintInvalid as error:
+        violations.add(error.field, error.description)
+        return None
 
 
 def check_logprobs(logprobs: generation_pb2.LogprobParams, violations: Violations) -> None:

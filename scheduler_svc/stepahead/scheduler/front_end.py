@@ -10,10 +10,20 @@ from dataclasses import replace
 
 from stepahead.scheduler.caller import Caller
 from stepahead.scheduler.cluster import Cluster
+from stepahead.scheduler.constraints.compiler import CompiledConstraint
+from stepahead.scheduler.constraints.errors import ConstraintBusy, ConstraintInvalid, ConstraintUnavailable
+from stepahead.scheduler.constraints.spec import ConstraintSpec
 from stepahead.scheduler.core import Ordering
 from stepahead.scheduler.delivery import StreamWriter
 from stepahead.scheduler.engine import Engine
-from stepahead.scheduler.errors import DuplicateRequest, FieldViolation, InvalidRequest, NotFound, Unavailable
+from stepahead.scheduler.errors import (
+    DuplicateRequest,
+    FieldViolation,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
 from stepahead.scheduler.live_request import Choice, LiveRequest, RequestTimes, now_ns
 from stepahead.scheduler.output_log import MakeText, OutputLog
 from stepahead.scheduler.served_model import ServedModel
@@ -80,10 +90,13 @@ class FrontEnd:
             default_max_tokens=self.settings.default_max_tokens,
             has_priorities=self.settings.ordering is Ordering.PRIORITY,
         )
-        # Tokenizing may have let another request with the same id in.
+        # Tokenizing and compiling may have let another request with the same id in.
+        compiled = await self._compile(accepted.constraint) if accepted.constraint is not None else None
         known = self._known(caller, accepted.request_id, digest)
         if known is not None:
             return known
+        if self.draining:
+            raise Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
         if time_remaining_s is not None:
             accepted = _with_deadline(accepted, time_remaining_s)
         make_text = text_maker(accepted, model)
@@ -98,11 +111,24 @@ class FrontEnd:
             tenant=caller.tenant,
             times=RequestTimes(accepted_ns=received_ns),
         )
-        self.engine.submit(live)
+        self.engine.submit(live, compiled)
         name = (caller.tenant, accepted.request_id)
         self._forget(name)  # an ended request whose id is used again
         self.live[name] = live
         return live
+
+    async def _compile(self, spec: ConstraintSpec) -> CompiledConstraint:
+        """The grammar, before anything is promised: a bad one is the client's error (rule I6)."""
+        compiler = self.cluster.compiler
+        assert compiler is not None, "validated: the model has a tokenizer"
+        try:
+            return await compiler.compile(spec)
+        except ConstraintInvalid as error:
+            raise InvalidRequest([FieldViolation(error.field, error.description)]) from error
+        except ConstraintBusy as error:
+            raise Overloaded(str(error), retry_delay_ms=1000) from error
+        except ConstraintUnavailable as error:
+            raise Unavailable("CONSTRAINTS_UNAVAILABLE", f"constraint: {error}") from error
 
     def _known(self, caller: Caller, request_id: str, digest: bytes) -> LiveRequest | None:
         """The request with this id, if this is the same one. An id of an ended request may be used again (F7)."""

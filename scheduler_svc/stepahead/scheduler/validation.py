@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
+from stepahead.scheduler.constraints.spec import ConstraintSpec
 from stepahead.scheduler.core import SamplingSpec
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotFound
 from stepahead.scheduler.field_checks import (
@@ -19,6 +20,7 @@ from stepahead.scheduler.field_checks import (
     check_sampling,
     check_scheduling,
     check_stopping,
+    constraint_spec,
 )
 from stepahead.scheduler.prompt_input import prompt_token_ids
 from stepahead.scheduler.served_model import ServedModel
@@ -51,7 +53,7 @@ class AcceptedRequest:
     queue_timeout_ms: int | None
     reattach_window_ms: int
     num_choices: int
-    constraint: None
+    constraint: ConstraintSpec | None
     applied_sampling: generation_pb2.SamplingParams
     applied_stopping: generation_pb2.StoppingParams
 
@@ -78,7 +80,7 @@ async def validate(
     check_model(request.model, model)
     violations = Violations()
     check_request_id(request.request_id, violations)
-    violations.check(not request.HasField("constraint"), "constraint", "is not served yet")
+    constraint = constraint_spec(request, model, violations)
     check_num_choices(request, violations)
     check_logprobs(request.logprobs, violations)
     check_sampling(request.sampling, model, violations)
@@ -92,11 +94,15 @@ async def validate(
     if stopping.min_tokens > max_tokens:
         text = f"{stopping.min_tokens} is more than max_tokens {max_tokens}"
         raise InvalidRequest([FieldViolation("stopping.min_tokens", text)])
-    return _accepted(request, model, prompt, max_tokens)
+    return _accepted(request, model, prompt, max_tokens, constraint)
 
 
 def _accepted(
-    request: generation_pb2.GenerateRequest, model: ServedModel, prompt: list[int], max_tokens: int
+    request: generation_pb2.GenerateRequest,
+    model: ServedModel,
+    prompt: list[int],
+    max_tokens: int,
+    constraint: ConstraintSpec | None,
 ) -> AcceptedRequest:
     """Every default filled in; nothing is wrong any more."""
     stopping, output = request.stopping, request.output
@@ -125,7 +131,7 @@ def _accepted(
         queue_timeout_ms=request.scheduling.queue_timeout_ms or None,
         reattach_window_ms=request.scheduling.reattach_window_ms,
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
-        constraint=None,
+        constraint=constraint,
         applied_sampling=_applied_sampling(sampling, request.sampling),
         applied_stopping=_applied_stopping(stopping, max_tokens),
     )
