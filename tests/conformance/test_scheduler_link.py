@@ -304,7 +304,7 @@ async def test_a_row_error_ends_that_request_only() -> None:
         plan = await it.stream.plan()
         both = [asked, it.ask([6], 2)]
         (row,) = it.stream.rows(plan)
-        await eventually(lambda: len(it.stack.server.engine.requests) == 2)
+        await eventually(lambda: len(it.stack.server.engine.book.requests) == 2)
         await it.stream.complete(plan, [row], [11])
         second = await it.stream.plan()
         rows = it.stream.rows(second)

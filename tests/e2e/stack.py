@@ -158,7 +158,7 @@ class Stack:
             )
 
         await eventually(is_quiescent)
-        assert not self.server.engine.requests
+        assert not self.server.engine.book.requests
         await eventually(lambda: not self.server.front_end.live)
 
 

@@ -178,7 +178,7 @@ async def test_a_reported_seed_repeats_the_answer() -> None:
 async def test_live_requests_are_listed_in_pages() -> None:
     async with serve("toy:sleep?ms=5") as stack:
         calls = [stack.open(request([index], 200, request_id=f"r{index}")) for index in range(5)]
-        await eventually(lambda: len(stack.server.engine.requests) == 5)
+        await eventually(lambda: len(stack.server.engine.book.requests) == 5)
         seen: list[str] = []
         token = ""
         while True:

@@ -26,7 +26,7 @@ async def in_phase(stack: Stack, request_id: str, phase: str, *, output_tokens: 
     def is_there() -> bool:
         live = stack.server.front_end.live.get(("", request_id))
         wanted = generation_pb2.Keepalive.Phase.Value(f"PHASE_{phase.upper()}")
-        return live is not None and live.phase == wanted and len(live.log.token_ids) >= output_tokens
+        return live is not None and live.phase == wanted and live.num_output_tokens >= output_tokens
 
     await eventually(is_there)
 
@@ -44,7 +44,7 @@ async def test_a_client_that_leaves_frees_everything(phase: str, final_only: boo
         await in_phase(stack, "leaver", phase, output_tokens=3 if phase == "decode" else 0)
         call.cancel()
         if phase == "queued":
-            await eventually(lambda: len(stack.server.engine.requests) == 1)
+            await eventually(lambda: len(stack.server.engine.book.requests) == 1)
             other.cancel()
         await stack.assert_quiescent()
         totals = (await stack.status()).totals

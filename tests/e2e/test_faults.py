@@ -92,7 +92,7 @@ async def test_the_only_worker_never_comes_back(tmp_path: Path) -> None:
             assert answer.reason == "ERROR"
         refused = await stack.generate([1], 1)
         assert (refused.code, refused.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
-        assert not stack.server.engine.requests
+        assert not stack.server.engine.book.requests
         assert (await stack.status()).totals.requests_failed == 3
 
 

@@ -169,7 +169,8 @@ async def test_no_call_ends_unknown(has_worker: bool, payload: bytes) -> None:
                     assert codes[method.name] is grpc.StatusCode.INVALID_ARGUMENT
     if payload:
         return
-    assert codes["Attach"] is codes["CordonWorker"] is codes["UncordonWorker"] is grpc.StatusCode.UNIMPLEMENTED
+    assert codes["Attach"] is grpc.StatusCode.NOT_FOUND
+    assert codes["CordonWorker"] is codes["UncordonWorker"] is grpc.StatusCode.UNIMPLEMENTED
     assert codes["GetStatus"] is grpc.StatusCode.OK
     expected = grpc.StatusCode.INVALID_ARGUMENT if has_worker else grpc.StatusCode.UNAVAILABLE
     assert codes["Generate"] is codes["Tokenize"] is expected

@@ -229,7 +229,7 @@ async def test_a_reader_that_pauses_misses_nothing() -> None:
         session = Session(stack)
         await session.submit(1, request([1], 250, want_text=False))
         await session.submit(2, request([2], 250, delivery=DELIVERY_FINAL_ONLY))
-        await eventually(lambda: not stack.server.engine.requests)
+        await eventually(lambda: not stack.server.engine.book.requests)
         await asyncio.sleep(0)
         await session.read_until(1, 2)
         assert session.answers[1].token_ids == continuation([1], 250)

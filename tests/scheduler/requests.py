@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from stepahead.scheduler.core import RequestKey
-from stepahead.scheduler.live_request import LiveRequest, RequestTimes
+from stepahead.scheduler.front_end import text_maker
+from stepahead.scheduler.live_request import Choice, LiveRequest, RequestTimes
 from stepahead.scheduler.output_log import OutputLog
 from stepahead.scheduler.served_model import ServedModel
-from stepahead.scheduler.text.choice_text import ChoiceText
 from stepahead.scheduler.text.codec import TextCodec
 from stepahead.scheduler.validation import AcceptedRequest, validate
 from stepahead.v1 import generation_pb2
@@ -48,18 +48,11 @@ async def accept(message: generation_pb2.GenerateRequest, model: ServedModel | N
 async def live_request(message: generation_pb2.GenerateRequest) -> LiveRequest:
     """An accepted request, as the front end makes it."""
     accepted = await accept(message)
-    text = ChoiceText(
-        codec(),
-        skip_special_tokens=accepted.skip_special_tokens,
-        stop_strings=accepted.stop_strings,
-        include_stop=accepted.include_stop_in_output,
-        min_tokens=accepted.min_tokens,
+    make_text = text_maker(accepted, served_model(codec()))
+    choices = tuple(
+        Choice(key=RequestKey(index + 1), index=index, log=OutputLog(make_text))
+        for index in range(accepted.num_choices)
     )
     return LiveRequest(
-        key=RequestKey(1),
-        accepted=accepted,
-        digest=b"",
-        model_name="tiny",
-        log=OutputLog(text if accepted.want_text or accepted.stop_strings else None),
-        times=RequestTimes(accepted_ns=1),
+        accepted=accepted, choices=choices, digest=b"", model_name="tiny", times=RequestTimes(accepted_ns=1)
     )

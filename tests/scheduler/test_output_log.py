@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepahead.scheduler.core import Finished, FinishReason, RequestKey
-from stepahead.scheduler.live_request import LiveRequest, Subscription
+from stepahead.scheduler.live_request import LiveRequest
 from stepahead.scheduler.output_log import LogCursor, OutputLog
+from stepahead.scheduler.subscription import Subscription
 from stepahead.scheduler.text.choice_text import ChoiceText
 from stepahead.v1 import generation_pb2
 from tests.scheduler.requests import PIECES, codec, live_request
@@ -19,7 +20,7 @@ AB, CDEF, G, SPACE = 1, 2, 3, 4
 
 
 def log_with(**fields: Any) -> OutputLog:
-    return OutputLog(ChoiceText(codec(), **fields))
+    return OutputLog(lambda: ChoiceText(codec(), **fields))
 
 
 def test_a_cursor_reads_what_is_new() -> None:
@@ -129,9 +130,11 @@ class Writer:
 
 
 def finish(live: LiveRequest, reason: FinishReason, count: int, **fields: Any) -> None:
-    live.finished = Finished(RequestKey(1), reason, count, **fields)
+    (choice,) = live.choices
+    choice.finished = Finished(RequestKey(1), reason, count, **fields)
     live.times.finished_ns = 10
-    live.log.end(count, ends_with_stop_id="matched_token_id" in fields)
+    choice.log.end(count, ends_with_stop_id="matched_token_id" in fields)
+    live.is_over = True
 
 
 async def test_a_late_subscriber_gets_everything_from_the_start() -> None:
@@ -139,11 +142,11 @@ async def test_a_late_subscriber_gets_everything_from_the_start() -> None:
     early = Subscription(live, Writer())
     assert early.take() == ([], False), "nothing before admission"
     live.times.admitted_ns = 5
-    live.log.token_ids.append(AB)
+    live.choices[0].log.token_ids.append(AB)
     events, done = early.take()
     assert ([event.WhichOneof("kind") for event in events], done) == (["started", "delta"], False)
     assert events[0].started.queue_ns == 4
-    live.log.token_ids.append(G)
+    live.choices[0].log.token_ids.append(G)
     finish(live, FinishReason.LENGTH, 2)
     events, done = early.take()
     assert ([event.WhichOneof("kind") for event in events], done) == (
@@ -163,8 +166,8 @@ async def test_text_that_was_not_asked_for_is_not_delivered(stops: list[str]) ->
     )
     live = await live_request(request)
     live.times.admitted_ns = 5
-    live.log.token_ids.append(AB)
-    live.log.decode()
+    live.choices[0].log.token_ids.append(AB)
+    live.choices[0].log.decode()
     finish(live, FinishReason.LENGTH, 1)
     events, _ = Subscription(live, Writer()).take()
     (delta,) = [event.delta for event in events if event.HasField("delta")]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from stepahead.scheduler.errors import InvalidRequest, NotFound
+from stepahead.scheduler.prompt_input import MAX_CHAT_MESSAGES, prompt_token_ids
 from stepahead.scheduler.served_model import MAX_PROMPT_BYTES, SamplingDefaults
-from stepahead.scheduler.validation import MAX_CHAT_MESSAGES, check_model, prompt_token_ids
+from stepahead.scheduler.validation import check_model
 from stepahead.v1 import generation_pb2
 from tests.scheduler.requests import EOS, VOCAB_SIZE, accept, codec, served_model
 
@@ -39,6 +40,9 @@ FLOATS: list[tuple[str, list[float], list[float]]] = [
     ("temperature", [-1.0, -1e-9, 100.5, NAN, INFINITY, -INFINITY, 3e38], [0.0, 1e-12, 1.0, 100.0]),
     ("top_p", [0.0, -0.5, 1.5, NAN, INFINITY], [1e-9, 0.5, 1.0]),
     ("min_p", [-0.1, 1.1, NAN, INFINITY], [0.0, 1.0]),
+    ("repetition_penalty", [0.0, -1.0, 101.0, NAN, INFINITY], [0.5, 1.0, 100.0]),
+    ("frequency_penalty", [-2.1, 2.1, NAN, -INFINITY], [0.0, 2.0]),
+    ("presence_penalty", [-2.1, 2.1, NAN, INFINITY], [0.0, 2.0]),
 ]
 
 
@@ -82,7 +86,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"chat": {"messages": [{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]}}, ["chat"]),
     ({"chat": {"messages": [{"role": "user", "content": "hi"}]}}, ["chat"]),  # the model has no template
     ({"num_choices": 0}, ["num_choices"]),
-    ({"num_choices": 2}, ["num_choices"]),
+    ({"num_choices": 65}, ["num_choices"]),
     ({"request_id": "a" * 129}, ["request_id"]),
     ({"request_id": "white space"}, ["request_id"]),
     ({"request_id": "ümlaut"}, ["request_id"]),
@@ -91,18 +95,21 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"output": {"delivery": 3}}, ["output.delivery"]),
     ({"scheduling": {"timeout_ms": 0}}, ["scheduling.timeout_ms"]),
     ({"scheduling": {"queue_timeout_ms": 0}}, ["scheduling.queue_timeout_ms"]),
-    # Everything that is not served yet is refused by name (V4).
-    ({"constraint": {"regex": "a"}}, ["constraint"]),
-    ({"logprobs": {}}, ["logprobs"]),
-    ({"sampling": {"repetition_penalty": 1.1}}, ["sampling.repetition_penalty"]),
-    ({"sampling": {"repetition_penalty": NAN}}, ["sampling.repetition_penalty"]),
-    ({"sampling": {"frequency_penalty": 0.1}}, ["sampling.frequency_penalty"]),
-    ({"sampling": {"presence_penalty": NAN}}, ["sampling.presence_penalty"]),
-    ({"sampling": {"logit_bias": [{"token_id": 1, "bias": 1.0}]}}, ["sampling.logit_bias"]),
-    ({"sampling": {"bad_words": [{"ids": [1]}]}}, ["sampling.bad_words"]),
-    ({"sampling": {"allowed_token_ids": [1]}}, ["sampling.allowed_token_ids"]),
+    ({"logprobs": {"output_top_k": 21}}, ["logprobs.output_top_k"]),
+    ({"logprobs": {"prompt_top_k": 2**32 - 1}}, ["logprobs.prompt_top_k"]),
+    ({"logprobs": {"kind": 3}}, ["logprobs.kind"]),
+    ({"sampling": {"logit_bias": [{"token_id": VOCAB_SIZE}]}}, ["sampling.logit_bias[0].token_id"]),
+    ({"sampling": {"logit_bias": [{"token_id": 1}] * 2}}, ["sampling.logit_bias[1].token_id"]),
+    ({"sampling": {"logit_bias": [{"bias": 100.5}]}}, ["sampling.logit_bias[0].bias"]),
+    ({"sampling": {"logit_bias": [{"bias": NAN}]}}, ["sampling.logit_bias[0].bias"]),
+    ({"sampling": {"bad_words": [{"ids": []}]}}, ["sampling.bad_words[0].ids"]),
+    ({"sampling": {"bad_words": [{"ids": [1]}, {"ids": [1] * 65}]}}, ["sampling.bad_words[1].ids"]),
+    ({"sampling": {"bad_words": [{"ids": [1, VOCAB_SIZE]}]}}, ["sampling.bad_words[0].ids[1]"]),
+    ({"sampling": {"bad_words": [{"ids": [1]}] * 257}}, ["sampling.bad_words"]),
+    ({"sampling": {"allowed_token_ids": [1, VOCAB_SIZE]}}, ["sampling.allowed_token_ids[1]"]),
+    ({"sampling": {"allowed_token_ids": [1] * (VOCAB_SIZE + 1)}}, ["sampling.allowed_token_ids"]),
+    ({"scheduling": {"reattach_window_ms": 600_001}}, ["scheduling.reattach_window_ms"]),
     ({"scheduling": {"priority": -1}}, ["scheduling.priority"]),
-    ({"scheduling": {"reattach_window_ms": 1}}, ["scheduling.reattach_window_ms"]),
     ({"scheduling": {"cache_salt": "x" * 257}}, ["scheduling.cache_salt"]),
     # All faults of a stage together, in the order of the stage.
     (

@@ -324,6 +324,10 @@ def _leave_the_aborted_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "remove", mutant)
 
 
+def _read_histories_without_their_backlog(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sequence, "history", Sequence.unflushed_history)
+
+
 # ------------------------------------------------------------------------------------------------ rows and steps
 
 Rows = list[tuple[Stay, int, bool]]
@@ -500,6 +504,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         cache_mutations.fork_before_the_parent_has_its_tail,
         _rules("test_a_fork_of_a_fork_waits_for_the_copy"),
         test_fork.test_a_fork_of_a_fork_waits_for_the_copy,
+    ),
+    Mutation(
+        "G3: a history is read without its backlog",
+        _read_histories_without_their_backlog,
+        _rules("A1", "A2", "D2", "D4", "D7", "G3", "SimulationFailure", "AssertionError"),
     ),
     Mutation("C5/G3: resume from the prompt only", _resume_from_the_prompt, _rules("D4", "A5")),
     Mutation(

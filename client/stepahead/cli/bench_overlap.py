@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -83,6 +84,9 @@ def median_figures(runs: Sequence[OverlapFigures]) -> OverlapFigures:
     return OverlapFigures(**columns)  # type: ignore[arg-type]  # the names come from the class itself
 
 
+CLIENT_NICENESS = 10
+
+
 async def measure_model(
     options: StackOptions, shapes: Sequence[LoadShape], rounds: int
 ) -> tuple[list[OverlapFigures], int]:
@@ -96,6 +100,8 @@ async def measure_model(
 
     async def with_both(off: StackReady, on: StackReady) -> None:
         nonlocal num_different
+        # The client shares the cores with the servers it measures; it must not take them from them.
+        os.nice(CLIENT_NICENESS)
         addresses = {"off": off.address, "on": on.address}
         for index, shape in enumerate(shapes):
             for address in addresses.values():

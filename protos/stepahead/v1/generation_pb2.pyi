@@ -109,7 +109,7 @@ class GenerateRequest(_message.Message):
     SCHEDULING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among the caller's live requests; 0 to 128 printable ASCII characters. Empty: the server makes one.
-    The same id with the same body attaches to the running request; with another body: ALREADY_EXISTS.
+    The same id with the same body attaches to the running (or kept) request; with another body: ALREADY_EXISTS.
     """
     model: _builtins.str
     """Name of the served model. Empty: the only served model."""
@@ -139,7 +139,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> Global___LogprobParams:
-        """Asks for log probabilities. Not served yet: refused."""
+        """Asks for log probabilities."""
 
     @_builtins.property
     def output(self) -> Global___OutputParams:
@@ -286,24 +286,26 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """0 to 1; 0 is off: keeps tokens with p >= min_p * max p. Unset: 0."""
     repetition_penalty: _builtins.float
-    """Above 0, 1 is off. Not served yet: refused unless 1."""
+    """Above 0 and at most 100, 1 is off: divides the positive and multiplies the negative logits of every id that occurs
+    in the prompt or the output. Unset: 1.
+    """
     frequency_penalty: _builtins.float
-    """-2 to 2, 0 is off. Not served yet: refused unless 0."""
+    """-2 to 2, 0 is off: subtracted from an id's logit once per occurrence in the output."""
     presence_penalty: _builtins.float
-    """-2 to 2, 0 is off. Not served yet: refused unless 0."""
+    """-2 to 2, 0 is off: subtracted from an id's logit if it occurs in the output."""
     seed: _builtins.int
     """Any 64-bit value. Unset: the server picks one and reports it in Started."""
     @_builtins.property
     def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenBias]:
-        """Added to the logits of single tokens. Not served yet: refused."""
+        """Added to the logits of single tokens; up to 1024, each id once."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIdsInput]:
-        """Sequences of token ids that must not appear. Not served yet: refused."""
+        """Sequences of token ids that must not appear in the output; up to 256 of 1 to 64 ids."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If not empty, only these ids may be sampled. Not served yet: refused."""
+        """If not empty, only these ids may be sampled."""
 
     def __init__(
         self,
@@ -660,7 +662,9 @@ class SchedulingParams(_message.Message):
     timeout_ms: _builtins.int
     """Milliseconds from acceptance to the last token, 1 and up; the way to give a deadline inside Multiplex."""
     reattach_window_ms: _builtins.int
-    """Milliseconds the request outlives its stream, 0 to 600000. Unset: 0. Only 0 is served yet."""
+    """Milliseconds the request outlives its last stream, and its answer both, 0 to 600000; Attach continues it. Unset: 0:
+    the end of the stream cancels the request.
+    """
     cache_salt: _builtins.str
     """Requests with different salts never share cached prefixes; 0 to 256 bytes."""
     def __init__(
@@ -1150,7 +1154,7 @@ class AttachRequest(_message.Message):
     """The request's public id."""
     @_builtins.property
     def next_token_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Next output index wanted, per choice; missing entries count as 0."""
+        """Next output index wanted, per choice; missing entries count as 0. Text goes on behind what was final at that index."""
 
     def __init__(
         self,

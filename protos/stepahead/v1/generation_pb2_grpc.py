@@ -69,7 +69,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Re-opens the stream of a live or recently finished request of the same caller at a given token index.
+        """Re-opens the stream of a live or kept request of the same caller at a given token index. Starts with Started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class GenerationServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Generates for one request. The stream ends OK after GenerationFinished, or with an error status."""
     Attach: _grpc.UnaryStreamMultiCallable[_generation_pb2.AttachRequest, _generation_pb2.AttachResponse]
-    """Re-opens the stream of a live or recently finished request of the same caller at a given token index."""
+    """Re-opens the stream of a live or kept request of the same caller at a given token index. Starts with Started."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]
     """Ends requests early. Idempotent; each stream then ends with status CANCELLED."""
     Multiplex: _grpc.StreamStreamMultiCallable[_generation_pb2.MultiplexRequest, _generation_pb2.MultiplexResponse]
@@ -56,7 +56,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates for one request. The stream ends OK after GenerationFinished, or with an error status."""
     Attach: _aio.UnaryStreamMultiCallable[_generation_pb2.AttachRequest, _generation_pb2.AttachResponse]  # type: ignore[assignment]
-    """Re-opens the stream of a live or recently finished request of the same caller at a given token index."""
+    """Re-opens the stream of a live or kept request of the same caller at a given token index. Starts with Started."""
     Cancel: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelRequest, _generation_pb2.CancelResponse]  # type: ignore[assignment]
     """Ends requests early. Idempotent; each stream then ends with status CANCELLED."""
     Multiplex: _aio.StreamStreamMultiCallable[_generation_pb2.MultiplexRequest, _generation_pb2.MultiplexResponse]  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.AttachResponse], _abc.AsyncIterator[_generation_pb2.AttachResponse]]:
-        """Re-opens the stream of a live or recently finished request of the same caller at a given token index."""
+        """Re-opens the stream of a live or kept request of the same caller at a given token index. Starts with Started."""
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -538,6 +538,17 @@ class SlotSampling(_message.Message):
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    BAD_WORD_LENGTHS_FIELD_NUMBER: _builtins.int
+    BAD_WORD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_TOP_K_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_TOP_K_FIELD_NUMBER: _builtins.int
+    PROCESSED_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy."""
     top_p: _builtins.float
@@ -552,9 +563,45 @@ class SlotSampling(_message.Message):
     """0 and up. A draw depends on (seed, choice_index, output index) only."""
     min_tokens: _builtins.int
     """See suppressed_token_ids."""
+    repetition_penalty: _builtins.float
+    """Above 0; 0 (unset) and 1: off. Divides the positive and multiplies the negative logits of every id that occurs in
+    the history, prompt included.
+    """
+    frequency_penalty: _builtins.float
+    """Subtracted from an id's logit once per occurrence in the outputs."""
+    presence_penalty: _builtins.float
+    """Subtracted from an id's logit if it occurs in the outputs."""
+    logprobs_top_k: _builtins.int
+    """Log probabilities of sampled tokens: best ids beside the sampled one, 0 .. 20; unset: none at all."""
+    prompt_logprobs_top_k: _builtins.int
+    """Log probabilities of prompt positions: best ids beside the prompt's own, 0 .. 20; unset: none at all. The slot's
+    prompt must then be fed from position 0.
+    """
+    processed_logprobs: _builtins.bool
+    """Sampled tokens: whether the values describe the distribution that was drawn from instead of the model's own."""
     @_builtins.property
     def suppressed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids not sampled while the output index is below min_tokens."""
+
+    @_builtins.property
+    def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids whose logits get a bias, each once."""
+
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The bias of each, finite."""
+
+    @_builtins.property
+    def bad_word_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences that must not appear among the outputs: length of each, 1 and up."""
+
+    @_builtins.property
+    def bad_word_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their ids, sequence after sequence."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If not empty, no other id may be sampled."""
 
     def __init__(
         self,
@@ -567,12 +614,30 @@ class SlotSampling(_message.Message):
         choice_index: _builtins.int = ...,
         suppressed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int = ...,
+        repetition_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        bad_word_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        bad_word_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs_top_k: _builtins.int | None = ...,
+        prompt_logprobs_top_k: _builtins.int | None = ...,
+        processed_logprobs: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs_top_k", b"_logprobs_top_k", "_prompt_logprobs_top_k", b"_prompt_logprobs_top_k", "logprobs_top_k", b"logprobs_top_k", "prompt_logprobs_top_k", b"prompt_logprobs_top_k"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs_top_k", b"_logprobs_top_k", "_prompt_logprobs_top_k", b"_prompt_logprobs_top_k", "allowed_token_ids", b"allowed_token_ids", "bad_word_lengths", b"bad_word_lengths", "bad_word_token_ids", b"bad_word_token_ids", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "logprobs_top_k", b"logprobs_top_k", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "processed_logprobs", b"processed_logprobs", "prompt_logprobs_top_k", b"prompt_logprobs_top_k", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "suppressed_token_ids", b"suppressed_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs_top_k: _TypeAlias = _typing.Literal["logprobs_top_k"]  # noqa: Y015
+    _WhichOneofArgType__logprobs_top_k: _TypeAlias = _typing.Literal["_logprobs_top_k", b"_logprobs_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs_top_k: _TypeAlias = _typing.Literal["prompt_logprobs_top_k"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs_top_k: _TypeAlias = _typing.Literal["_prompt_logprobs_top_k", b"_prompt_logprobs_top_k"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs_top_k) -> _WhichOneofReturnType__logprobs_top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs_top_k) -> _WhichOneofReturnType__prompt_logprobs_top_k | None: ...
 
 Global___SlotSampling: _TypeAlias = SlotSampling  # noqa: Y015
 
@@ -716,6 +781,8 @@ class StepCompletion(_message.Message):
     ROW_ERRORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     ROW_TRACES_FIELD_NUMBER: _builtins.int
+    OUTPUT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slot of each row."""
@@ -744,6 +811,16 @@ class StepCompletion(_message.Message):
     def row_traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowTrace]:
         """What a teaching model did in each row; empty for every other model."""
 
+    @_builtins.property
+    def output_logprobs(self) -> Global___TokenLogprobs:
+        """Of sampled tokens, for the rows that ask and sampled one: one entry per row."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___TokenLogprobs:
+        """Of prompt positions, for the rows that ask: entry i of a row says how likely the prompt's token at
+        first_positions + i was after those before it.
+        """
+
     def __init__(
         self,
         *,
@@ -754,14 +831,88 @@ class StepCompletion(_message.Message):
         row_errors: _abc.Iterable[Global___RowError] | None = ...,
         timings: Global___StepTimings | None = ...,
         row_traces: _abc.Iterable[Global___RowTrace] | None = ...,
+        output_logprobs: Global___TokenLogprobs | None = ...,
+        prompt_logprobs: Global___TokenLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "row_errors", b"row_errors", "row_traces", b"row_traces", "slots", b"slots", "timings", b"timings", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnations", b"incarnations", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "row_errors", b"row_errors", "row_traces", b"row_traces", "slots", b"slots", "timings", b"timings", "token_counts", b"token_counts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepCompletion: _TypeAlias = StepCompletion  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """Log probabilities as columns: rows in plan order, then entries row after row, then best ids entry after entry."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    INCARNATIONS_FIELD_NUMBER: _builtins.int
+    FIRST_POSITIONS_FIELD_NUMBER: _builtins.int
+    ENTRY_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_COUNTS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slot of each row."""
+
+    @_builtins.property
+    def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Incarnation of each row."""
+
+    @_builtins.property
+    def first_positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Position of the row's first entry, counted from the start of the prompt."""
+
+    @_builtins.property
+    def entry_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entries of each row, 1 and up."""
+
+    @_builtins.property
+    def token_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of the token's probability, one per entry; finite."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Place of the token among all, 1 is the most likely (ties share the better place), one per entry."""
+
+    @_builtins.property
+    def top_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Best ids of each entry: at most what the slot asks for; fewer where fewer are possible."""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The best ids, most likely first, lower ids first on a tie."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their log probabilities; finite."""
+
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        incarnations: _abc.Iterable[_builtins.int] | None = ...,
+        first_positions: _abc.Iterable[_builtins.int] | None = ...,
+        entry_counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top_counts: _abc.Iterable[_builtins.int] | None = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_counts", b"entry_counts", "first_positions", b"first_positions", "incarnations", b"incarnations", "ranks", b"ranks", "slots", b"slots", "token_logprobs", b"token_logprobs", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class RowTrace(_message.Message):

@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
+from stepahead.scheduler.constraints.compiler import ConstraintCompiler
+from stepahead.scheduler.constraints.token_table import token_table
 from stepahead.scheduler.core import LaneConfig, LaneId
 from stepahead.scheduler.engine import Engine
 from stepahead.scheduler.errors import Unavailable
@@ -32,6 +35,8 @@ class Cluster:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.instance_id = secrets.token_hex(8)
         self.model: ServedModel | None = None
+        self.compiler: ConstraintCompiler | None = None
+        """Of the served model, if it has a tokenizer. Its engine is loaded by the first constraint."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a lane opens or is lost."""
         self._engine = engine
@@ -107,6 +112,8 @@ class Cluster:
     async def stop(self, timeout_s: float = 3.0) -> None:
         """Closes every session in an orderly way, then cancels what is left."""
         self._wanted.clear()
+        if self.compiler is not None:
+            await self.compiler.close()
         for follower in self._followers:
             follower.cancel()
         for link in self._tasks:
@@ -153,6 +160,8 @@ class Cluster:
             except TextError as error:
                 raise WorkerRefused(f"its tokenizer bundle cannot be used: {error}") from error
             self.model = ServedModel.from_worker(link.info, codec=codec, bundle=bundle, sha256=sha256)
+            if codec is not None:
+                self.compiler = ConstraintCompiler(partial(token_table, codec, self.model.vocab_size))
             log.info("model served", model=self.model.name, max_model_len=self.model.max_model_len)
 
     def next_epoch(self) -> int:

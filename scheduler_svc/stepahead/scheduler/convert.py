@@ -5,15 +5,21 @@ Column order is the core's; protobuf copies Python sequences as they are (a NumP
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from stepahead.scheduler.core import (
     Admission,
+    GateRow,
     Incarnation,
     LaneConfig,
+    RequestKey,
     RowFault,
+    SamplingSpec,
     SettleMode,
     StepId,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 from stepahead.v1 import worker_pb2
 
@@ -29,6 +35,10 @@ _FAULTS = {
 }
 
 
+GATE_WAIT_NS = 2_000_000_000
+"""How long a step waits for its masks; a row without one then skips, and is fed again."""
+
+
 class WireError(Exception):
     """A peer sent what cannot be: an enum value this version does not know, columns of different lengths."""
 
@@ -37,6 +47,7 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
     """A step plan for the wire. Appends of one block each become runs per slot."""
     message = worker_pb2.StepPlan(
         step_id=plan.step_id,
+        gate_wait_ns=GATE_WAIT_NS,
         committed_through=plan.committed_through,
         previous_step_id=plan.step_id - 1,
         settle=_SETTLE[plan.settle],
@@ -67,7 +78,6 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
 
 
 def _admission_to_proto(admission: Admission) -> worker_pb2.SlotAdmission:
-    sampling = admission.sampling
     return worker_pb2.SlotAdmission(
         slot=admission.slot,
         incarnation=admission.incarnation,
@@ -75,16 +85,48 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotAdmission:
         num_prompt_tokens=admission.num_prompt_tokens,
         num_settled_tokens=admission.num_settled_tokens,
         block_ids=admission.block_ids,
-        sampling=worker_pb2.SlotSampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            choice_index=sampling.choice_index,
-            suppressed_token_ids=sampling.suppressed_token_ids,
-            min_tokens=admission.min_tokens,
-        ),
+        sampling=_sampling_to_proto(admission.sampling, admission.min_tokens),
+        constrained=admission.constrained,
+    )
+
+
+def _sampling_to_proto(sampling: SamplingSpec, min_tokens: int) -> worker_pb2.SlotSampling:
+    return worker_pb2.SlotSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        choice_index=sampling.choice_index,
+        suppressed_token_ids=sampling.suppressed_token_ids,
+        min_tokens=min_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        bias_token_ids=[token_id for token_id, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
+        bad_word_lengths=[len(word) for word in sampling.bad_words],
+        bad_word_token_ids=[token_id for word in sampling.bad_words for token_id in word],
+        allowed_token_ids=sampling.allowed_token_ids,
+        logprobs_top_k=sampling.logprobs_top_k,
+        prompt_logprobs_top_k=sampling.prompt_logprobs_top_k,
+        processed_logprobs=sampling.processed_logprobs,
+    )
+
+
+def gate_to_proto(
+    step_id: StepId, rows: Sequence[GateRow], masks: Mapping[RequestKey, bytes]
+) -> worker_pb2.SampleGate:
+    """The gate of a step: a row whose sample does not count, or that has no mask, is told to skip (rule I2)."""
+    masked = [row.wanted and row.key in masks for row in rows]
+    verdicts = worker_pb2.SampleGate.Verdict
+    return worker_pb2.SampleGate(
+        step_id=step_id,
+        slots=[row.slot for row in rows],
+        incarnations=[row.incarnation for row in rows],
+        positions=[row.position for row in rows],
+        verdicts=[verdicts.VERDICT_MASK if has_mask else verdicts.VERDICT_SKIP for has_mask in masked],
+        masks=[masks[row.key] for row, has_mask in zip(rows, masked, strict=True) if has_mask],
     )
 
 
@@ -111,7 +153,44 @@ def result_from_proto(boundary: worker_pb2.StepBoundary) -> StepResult:
         token_counts=list(counts) or None,
         token_ids=list(completion.token_ids),
         faults=faults,
+        logprobs=_logprobs_from_proto(completion.output_logprobs),
+        prompt_logprobs=_logprobs_from_proto(completion.prompt_logprobs),
     )
+
+
+def _logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> dict[Incarnation, TokenLogprobs]:
+    """Columns of all rows to columns per row.
+
+    Raises:
+        WireError: the columns do not fit each other.
+    """
+    num_rows = len(message.incarnations)
+    if not num_rows:
+        return {}
+    num_entries, num_best = len(message.token_logprobs), sum(message.top_counts)
+    if not (
+        len(message.entry_counts) == len(message.first_positions) == num_rows
+        and sum(message.entry_counts) == len(message.ranks) == len(message.top_counts) == num_entries
+        and len(message.top_token_ids) == len(message.top_logprobs) == num_best
+    ):
+        raise WireError("the columns of log probabilities differ in length")
+    rows: dict[Incarnation, TokenLogprobs] = {}
+    entry = best = 0
+    for incarnation, first, count in zip(
+        message.incarnations, message.first_positions, message.entry_counts, strict=True
+    ):
+        top_counts = tuple(message.top_counts[entry : entry + count])
+        best_end = best + sum(top_counts)
+        rows[Incarnation(incarnation)] = TokenLogprobs(
+            first_position=first,
+            token_logprobs=tuple(message.token_logprobs[entry : entry + count]),
+            ranks=tuple(message.ranks[entry : entry + count]),
+            top_counts=top_counts,
+            top_token_ids=tuple(message.top_token_ids[best:best_end]),
+            top_logprobs=tuple(message.top_logprobs[best:best_end]),
+        )
+        entry, best = entry + count, best_end
+    return rows
 
 
 def lane_config_from_proto(limits: worker_pb2.WorkerLimits) -> LaneConfig:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepahead.scheduler.core import Finished, FinishReason, Request
 from stepahead.scheduler.errors import ApiError, DeadlineExceeded, RequestCancelled, RowFailed
-from stepahead.scheduler.live_request import LiveRequest
+from stepahead.scheduler.live_request import Choice, LiveRequest
 
 
 def is_stop_id(finished: Finished | None) -> bool:
@@ -12,21 +14,32 @@ def is_stop_id(finished: Finished | None) -> bool:
     return finished is not None and finished.matched_token_id is not None
 
 
-def core_request(live: LiveRequest) -> Request:
-    """What the core must know of a request."""
+def core_requests(live: LiveRequest) -> list[Request]:
+    """What the core must know of a request: a sequence per choice, all but the first forks of that one."""
+    return [_core_request(live, choice) for choice in live.choices]
+
+
+def _core_request(live: LiveRequest, choice: Choice) -> Request:
     accepted = live.accepted
     start_ns = live.times.accepted_ns
+    sampling, wants_prompt = accepted.sampling, accepted.sampling.prompt_logprobs_top_k is not None
+    if choice.index:
+        # The prompt's log probabilities are the first choice's business: the others share its blocks.
+        sampling = replace(sampling, choice_index=choice.index, prompt_logprobs_top_k=None)
 
     def deadline(milliseconds: int | None) -> int | None:
         return None if milliseconds is None else start_ns + milliseconds * 1_000_000
 
     return Request(
-        key=live.key,
+        key=choice.key,
         prompt_token_ids=accepted.prompt_token_ids,
         max_tokens=accepted.max_tokens,
         min_tokens=accepted.min_tokens,
         stop_token_ids=accepted.stop_token_ids,
-        sampling=accepted.sampling,
+        sampling=sampling,
+        constrained=accepted.constraint is not None,
+        recompute_prompt=wants_prompt and not choice.index,
+        fork_of=live.key if choice.index else None,
         priority=accepted.priority,
         tenant=live.tenant,
         # A tenant's cache is its own: what others have asked must not be told by how fast an answer comes.

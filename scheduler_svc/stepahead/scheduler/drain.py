@@ -29,7 +29,7 @@ class Drainer:
         self._front_end = front_end
         self._idle = asyncio.Event()
         self._is_final = False
-        front_end.engine.on_idle = self._idle.set
+        front_end.engine.book.on_idle = self._idle.set
 
     async def stop(self, timeout_s: float) -> None:
         """The drain before the process ends; nothing takes it back."""
@@ -39,18 +39,19 @@ class Drainer:
     async def drain(self, timeout_s: float | None) -> DrainResult:
         """Stops admission and waits; after `timeout_s` what is left is cancelled. None: waits for ever."""
         engine = self._front_end.engine
+        requests = engine.book.requests
         self._front_end.draining = True
-        num_live = len(engine.requests)
+        num_live = len(requests)
         log.info("draining", num_live=num_live)
         num_cancelled = 0
-        if engine.requests:
+        if requests:
             self._idle.clear()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._idle.wait()
             except TimeoutError:
-                num_cancelled = len(engine.requests)
-                for live in list(engine.requests.values()):
+                num_cancelled = len(requests)
+                for live in list(requests.values()):
                     engine.cancel(live, Unavailable("DRAINING", "the server stopped before the request ended"))
         await self._flush()
         log.info("drained", num_finished=num_live - num_cancelled, num_cancelled=num_cancelled)

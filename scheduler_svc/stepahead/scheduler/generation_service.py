@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 import grpc
 from typing_extensions import override
 
 from stepahead.scheduler.caller import caller_of
-from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotServed
+from stepahead.scheduler.errors import FieldViolation, InvalidRequest
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.guard import Context, guarded
-from stepahead.scheduler.live_request import LiveRequest, Subscription
+from stepahead.scheduler.live_request import LiveRequest
 from stepahead.scheduler.multiplex import MultiplexSession
+from stepahead.scheduler.subscription import Subscription
 from stepahead.scheduler.text.errors import TextError
 from stepahead.v1 import generation_pb2, generation_pb2_grpc
 
 MAX_CANCEL_IDS = 1024
 
+Write = Callable[[list[generation_pb2.GenerationEvent]], Awaitable[None]]
 GenerateContext = grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 
 
@@ -82,21 +85,51 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         remaining = cast("float | None", context.time_remaining())
         caller = caller_of(cast(Context, context))
         live = await self._front_end.accept(request, caller, time_remaining_s=remaining)
+
+        async def write(events: list[generation_pb2.GenerationEvent]) -> None:
+            await context.write(generation_pb2.GenerateResponse(events=events))
+
+        await self._stream(live, cast(Context, context), write, ())
+
+    @override
+    async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride] - writes instead of yielding
+        self,
+        request: generation_pb2.AttachRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.AttachRequest, generation_pb2.AttachResponse],
+    ) -> None:
+        await guarded(cast(Context, context), self._attach(request, context))
+
+    async def _attach(
+        self,
+        request: generation_pb2.AttachRequest,
+        context: grpc.aio.ServicerContext[generation_pb2.AttachRequest, generation_pb2.AttachResponse],
+    ) -> None:
+        self._front_end.engine.finish_turn()
+        live = self._front_end.find(request, caller_of(cast(Context, context)))
+
+        async def write(events: list[generation_pb2.GenerationEvent]) -> None:
+            await context.write(generation_pb2.AttachResponse(events=events))
+
+        await self._stream(live, cast(Context, context), write, request.next_token_indexes)
+
+    async def _stream(
+        self, live: LiveRequest, context: Context, write: Write, next_token_indexes: Sequence[int]
+    ) -> None:
+        """Streams a request to its end."""
         stream = _GenerateStream(self._front_end.settings.keepalive_s)
-        subscription = Subscription(live, stream)
+        subscription = self._front_end.subscribe(live, stream, next_token_indexes=next_token_indexes)
         budget = self._front_end.engine.budget
         budget.request(stream)
         budget.pump()
         try:
             await context.send_initial_metadata(())
-            await self._pump(subscription, stream, context)
+            await self._pump(subscription, stream, write)
         finally:
             # Also the way out when the client is gone: CancelledError at one of the awaits above.
             stream.close()
-            subscription.close()
-            self._front_end.release(live)
+            self._front_end.release(subscription)
 
-    async def _pump(self, subscription: Subscription, stream: _GenerateStream, context: GenerateContext) -> None:
+    async def _pump(self, subscription: Subscription, stream: _GenerateStream, write: Write) -> None:
         live = subscription.live
         done = False
         while not done:
@@ -105,7 +138,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             if not events and stream.silent:
                 events = [_keepalive(live)]
             if events:
-                await context.write(generation_pb2.GenerateResponse(events=events))
+                await write(events)
                 stream.note_written()
         if live.error is not None:
             raise live.error
@@ -143,18 +176,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         session = MultiplexSession(self._front_end, context)
         await guarded(cast(Context, context), session.run())
-
-    @override
-    async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride] - writes instead of yielding
-        self,
-        request: generation_pb2.AttachRequest,
-        context: grpc.aio.ServicerContext[generation_pb2.AttachRequest, generation_pb2.AttachResponse],
-    ) -> None:
-        await guarded(cast(Context, context), _not_served("Attach"))
-
-
-async def _not_served(name: str) -> None:
-    raise NotServed(f"{name} is not served yet")
 
 
 def _keepalive(live: LiveRequest) -> generation_pb2.GenerationEvent:

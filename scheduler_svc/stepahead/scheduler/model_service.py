@@ -10,9 +10,10 @@ from typing_extensions import override
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotFound
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.guard import Context, guarded
+from stepahead.scheduler.prompt_input import prompt_token_ids
 from stepahead.scheduler.served_model import ServedModel
 from stepahead.scheduler.text.errors import TextError
-from stepahead.scheduler.validation import check_model, prompt_token_ids
+from stepahead.scheduler.validation import check_model
 from stepahead.v1 import generation_pb2, generation_pb2_grpc
 
 CHUNK_BYTES = 2**20

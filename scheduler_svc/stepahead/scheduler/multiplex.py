@@ -16,8 +16,8 @@ import structlog
 from stepahead.scheduler.caller import Caller, caller_of
 from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest, RequestCancelled
 from stepahead.scheduler.front_end import FrontEnd
-from stepahead.scheduler.live_request import Subscription
 from stepahead.scheduler.request_decoding import Undecodable
+from stepahead.scheduler.subscription import Subscription
 from stepahead.scheduler.telemetry import incident_id
 from stepahead.scheduler.text.errors import TextError
 from stepahead.v1 import generation_pb2
@@ -65,7 +65,7 @@ class MultiplexSession:
                 task.cancel()
             await asyncio.gather(reader, *self._accepting.values(), return_exceptions=True)
             for subscription in self._subscriptions.values():
-                self._close(subscription)
+                self._front_end.release(subscription)
         if not reader.cancelled() and reader.exception() is not None:
             raise reader.exception() or AssertionError
 
@@ -118,7 +118,7 @@ class MultiplexSession:
         finally:
             if self._accepting.get(handle) is asyncio.current_task():
                 del self._accepting[handle]
-        subscription = Subscription(live, self, handle=handle, dirty=self._dirty)
+        subscription = self._front_end.subscribe(live, self, handle=handle, dirty=self._dirty)
         self._subscriptions[handle] = subscription
         self._dirty[subscription] = None
         self._turn.set()
@@ -190,7 +190,7 @@ class MultiplexSession:
                 continue  # it ended earlier in this very message
             if subscription.is_plain and subscription.started_sent:
                 size += columns.add(subscription)
-                if subscription.live.finished is None:
+                if not subscription.live.is_over:
                     continue
             size += self._take_events(subscription, response)
         if self._dirty or self._failures:
@@ -216,12 +216,8 @@ class MultiplexSession:
                 response.failures.append(failure)
                 size += failure.ByteSize()
             del self._subscriptions[subscription.handle]
-            self._close(subscription)
+            self._front_end.release(subscription)
         return size
-
-    def _close(self, subscription: Subscription) -> None:
-        subscription.close()
-        self._front_end.release(subscription.live)
 
 
 class _Columns:
@@ -235,8 +231,8 @@ class _Columns:
 
     def add(self, subscription: Subscription) -> int:
         """Takes a request's new tokens; returns their rough size in bytes. This runs per row and step."""
-        tokens = subscription.live.log.token_ids
-        cursor = subscription.cursor
+        tokens = subscription.live.choices[0].log.token_ids
+        cursor = subscription.cursors[0]
         first, end = cursor.token_index, len(tokens)
         if first == end:
             return 0

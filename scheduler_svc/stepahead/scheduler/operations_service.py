@@ -9,6 +9,7 @@ from typing import cast
 import grpc
 from typing_extensions import override
 
+from stepahead.scheduler.core import RequestStatus
 from stepahead.scheduler.drain import Drainer
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest, NotServed, abort
 from stepahead.scheduler.front_end import FrontEnd
@@ -20,6 +21,7 @@ from stepahead.v1 import operations_pb2, operations_pb2_grpc
 
 MAX_PAGE_SIZE = 1000
 MAX_TIMELINE = 4096
+_STATES = (RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.WAITING)
 
 
 class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
@@ -42,7 +44,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         front_end = self._front_end
         front_end.engine.finish_turn()
         core = front_end.engine.core
-        totals = front_end.engine.totals
+        totals = front_end.engine.book.totals
         cluster = front_end.cluster
         return operations_pb2.GetStatusResponse(
             version=package_version(),
@@ -127,7 +129,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         page_size = request.page_size or 100
         after = int(request.page_token or 0)
         # Keys grow with acceptance, so the last key of a page is where the next one begins.
-        newer = (live for live in self._front_end.engine.requests.values() if live.key > after)
+        newer = (live for live in self._front_end.engine.book.requests.values() if live.key > after)
         page = list(islice(newer, page_size + 1))
         more = len(page) > page_size
         return operations_pb2.ListRequestsResponse(
@@ -137,14 +139,16 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _request(self, live: LiveRequest) -> operations_pb2.RequestStatus:
         core = self._front_end.engine.core
-        sequence = core.sequences[live.key]
+        sequences = [core.sequences[choice.key] for choice in live.choices if choice.finished is None]
+        # Of several choices the one that is furthest speaks for the request.
+        sequence = min(sequences, key=lambda sequence: _STATES.index(sequence.status))
         stay = sequence.stay
         link = self._front_end.engine.links.get(stay.lane_id) if stay is not None else None
         return operations_pb2.RequestStatus(
             request_id=live.accepted.request_id,
             state=sequence.status.value,
             prompt_tokens=sequence.num_prompt_tokens,
-            output_tokens=sequence.num_output_tokens,
+            output_tokens=live.num_output_tokens,
             age_ns=now_ns() - live.times.accepted_ns,
             worker_address=link.address if link is not None else "",
         )

@@ -1,15 +1,19 @@
-"""What a request has said so far: one append-only log per choice; streams are cursors on it.
+"""What a choice has said so far: one append-only log; streams are cursors on it.
 
-tokens   t0 t1 t2 t3 t4 t5 t6 ...            grows at commit, in the engine's turn
+tokens   t0 t1 t2 t3 t4 t5 t6 ...            grows at commit, in the engine's turn; log probabilities beside it
 text            "He" "llo wor"               grows when somebody looks (or at commit, with stop strings)
                      ^ cursor of stream A    each stream reads at its own pace; nothing is ever rewritten
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from stepahead.scheduler.core import TokenLogprobs
 from stepahead.scheduler.text.choice_text import ChoiceText
+
+MakeText = Callable[[], ChoiceText]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +23,57 @@ class LogSlice:
     first_token_index: int
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprobs]
+    """One per token, or none at all."""
 
 
 class LogCursor:
     """A reader's place in a log."""
 
-    __slots__ = ("chunk_index", "token_index")
+    __slots__ = ("characters_to_skip", "chunk_index", "token_index")
 
     def __init__(self) -> None:
         self.token_index = 0
         self.chunk_index = 0
+        self.characters_to_skip = 0
+        """Of the text from `chunk_index` on: what the reader has already."""
 
 
 class OutputLog:
-    """Tokens and text of one choice."""
+    """Tokens, text and log probabilities of one choice."""
 
-    __slots__ = ("_chunks", "_num_decoded", "_text", "ends_with_stop_id", "matched_stop", "token_ids")
+    __slots__ = (
+        "_chunks",
+        "_make_text",
+        "_num_decoded",
+        "_text",
+        "ends_with_stop_id",
+        "logprobs",
+        "matched_stop",
+        "token_ids",
+    )
 
-    def __init__(self, text: ChoiceText | None) -> None:
+    def __init__(self, make_text: MakeText | None) -> None:
+        """Starts an empty log.
+
+        Args:
+            make_text: makes the decoder of this choice; None: no text.
+        """
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        """As many as there are tokens, if the request asks for them."""
         self.matched_stop: str | None = None
         self.ends_with_stop_id = False
-        self._text = text
+        self._make_text = make_text
+        self._text = make_text() if make_text is not None else None
         self._chunks: list[str] = []
         self._num_decoded = 0
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Adds an output."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
     def decode(self) -> str | None:
         """Decodes tokens that were appended since the last call. Returns a stop string if one completed.
@@ -76,6 +107,7 @@ class OutputLog:
             DetokenizeError: see decode().
         """
         del self.token_ids[num_tokens:]
+        del self.logprobs[num_tokens:]
         self.ends_with_stop_id = ends_with_stop_id
         text = self._text
         if text is None:
@@ -90,13 +122,33 @@ class OutputLog:
             self._chunks.append(tail)
         self._text = None
 
+    def cursor_at(self, token_index: int) -> LogCursor:
+        """The place of a reader that has the first `token_index` tokens and all text that was final by then.
+
+        Raises:
+            DetokenizeError: see decode().
+        """
+        cursor = LogCursor()
+        cursor.token_index = token_index
+        if self._make_text is not None and token_index:
+            # Text does not depend on how tokens were grouped (rule K1), so what a reader got can be made again.
+            visible = len(self.token_ids) - self.ends_with_stop_id
+            cursor.characters_to_skip = len(
+                self._make_text().push(self.token_ids[: min(token_index, visible)]).text
+            )
+        return cursor
+
     def read(self, cursor: LogCursor) -> LogSlice | None:
         """Everything behind the cursor, which moves to the end; None if there is nothing new."""
         first = cursor.token_index
         token_ids = self.token_ids[first:]
-        chunks = self._chunks[cursor.chunk_index :]
-        if not token_ids and not chunks:
-            return None
-        cursor.token_index = len(self.token_ids)
+        text = "".join(self._chunks[cursor.chunk_index :])
+        if cursor.characters_to_skip:
+            skipped = min(cursor.characters_to_skip, len(text))
+            cursor.characters_to_skip -= skipped
+            text = text[skipped:]
         cursor.chunk_index = len(self._chunks)
-        return LogSlice(first, token_ids, "".join(chunks))
+        if not token_ids and not text:
+            return None
+        cursor.token_index = first + len(token_ids)
+        return LogSlice(first, token_ids, text, self.logprobs[first:])

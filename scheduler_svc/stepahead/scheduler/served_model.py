@@ -12,7 +12,7 @@ MAX_PROMPT_BYTES = 4 * 2**20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
-MAX_NUM_CHOICES = 1
+MAX_NUM_CHOICES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from stepahead.scheduler.core import CommitOutcome
 from stepahead.v1 import operations_pb2, worker_pb2
 
 WINDOW = 4096
@@ -30,6 +31,32 @@ class StepRecord:
     plan: worker_pb2.StepPlan | None = None
     """As sent; only with --record-steps, like the boundary."""
     boundary: worker_pb2.StepBoundary | None = None
+
+
+def record_of(
+    boundary: worker_pb2.StepBoundary, outcome: CommitOutcome, plan_ns: int, *, work_waited: bool
+) -> StepRecord:
+    """What a boundary and its commit say.
+
+    Args:
+        boundary: as received.
+        outcome: of its commit.
+        plan_ns: from the read to the next plan; 0: none was sent.
+        work_waited: see `StepRecord`.
+    """
+    timings = boundary.completion.timings
+    return StepRecord(
+        completed_step_id=boundary.completed_step_id,
+        running_step_id=boundary.running_step_id,
+        num_rows=outcome.num_rows,
+        num_tokens=outcome.num_tokens,
+        num_committed_tokens=len(outcome.token_ids),
+        gap_ns=boundary.gap_ns,
+        busy_ns=timings.forward_ns + timings.sample_ns,
+        sample_wait_ns=timings.sample_wait_ns,
+        boundary_to_plan_ns=plan_ns,
+        work_waited=work_waited,
+    )
 
 
 def percentile(values: list[int], share: float) -> int:

@@ -25,8 +25,9 @@ from stepahead.scheduler.convert import WireError, lane_config_from_proto
 from stepahead.scheduler.core import CommitOutcome, LaneId, StepMismatch
 from stepahead.scheduler.flushes import Flushes
 from stepahead.scheduler.link_owner import LinkOwner, WorkerRefused
+from stepahead.scheduler.sent_steps import SentSteps
 from stepahead.scheduler.settings import Settings
-from stepahead.scheduler.step_stats import StepRecord, StepStats
+from stepahead.scheduler.step_stats import StepStats, record_of
 from stepahead.scheduler.worker_stream import (
     CHANNEL_OPTIONS,
     RETRIED,
@@ -75,7 +76,7 @@ class WorkerLink:
         self._owner = owner
         self._settings = settings
         self._instance_id = instance_id
-        self._kept: dict[int, worker_pb2.RunStepsRequest] = {}
+        self._sent = SentSteps()
         self._recorded: dict[int, worker_pb2.StepPlan] = {}  # of boundaries not noted yet (--record-steps)
         self._fresh_starts: set[int] = set()  # steps that started an idle lane: their gap is nobody's fault
         self._outbox: deque[worker_pb2.RunStepsRequest] = deque()
@@ -95,29 +96,23 @@ class WorkerLink:
     def send_plan(self, plan: worker_pb2.StepPlan, *, work_waited: bool) -> None:
         """Queues a plan for the writer; keeps it until its boundary is committed. Never blocks."""
         message = worker_pb2.RunStepsRequest(plan=plan)
-        self._kept[plan.step_id] = message
+        self._sent.add_plan(message)
         self.last_step_id = plan.step_id
         if not work_waited:
             self._fresh_starts.add(plan.step_id)
         if self.state is LinkState.OPEN:
             self._enqueue(message)
 
+    def send_gate(self, gate: worker_pb2.SampleGate) -> None:
+        """As `send_plan`, for the masks of a step sent before. Overtakes nothing here; the worker lets it pass."""
+        message = worker_pb2.RunStepsRequest(gate=gate)
+        if self._sent.add_gate(message) and self.state is LinkState.OPEN:
+            self._enqueue(message)
+
     def note_boundary(self, boundary: worker_pb2.StepBoundary, outcome: CommitOutcome, plan_ns: int) -> None:
         """Bookkeeping after the engine's turn."""
         step_id = boundary.completed_step_id
-        timings = boundary.completion.timings
-        record = StepRecord(
-            completed_step_id=step_id,
-            running_step_id=boundary.running_step_id,
-            num_rows=outcome.num_rows,
-            num_tokens=outcome.num_tokens,
-            num_committed_tokens=len(outcome.token_ids),
-            gap_ns=boundary.gap_ns,
-            busy_ns=timings.forward_ns + timings.sample_ns,
-            sample_wait_ns=timings.sample_wait_ns,
-            boundary_to_plan_ns=plan_ns,
-            work_waited=step_id not in self._fresh_starts,
-        )
+        record = record_of(boundary, outcome, plan_ns, work_waited=step_id not in self._fresh_starts)
         if self._settings.record_steps:
             record.plan, record.boundary = self._recorded.pop(step_id), boundary
         self._fresh_starts.discard(step_id)
@@ -230,7 +225,7 @@ class WorkerLink:
         return True
 
     def _forget_session(self) -> None:
-        self._kept.clear()
+        self._sent.clear()
         self._fresh_starts.clear()
         self._outbox.clear()
         self._session_id = 0
@@ -292,10 +287,10 @@ class WorkerLink:
             return
         self.stats.num_resumes += 1
         self._outbox.clear()
-        again = [step_id for step_id in sorted(self._kept) if step_id > opened.last_accepted_step_id]
-        for message in (*(self._kept[step_id] for step_id in again), *self._flushes.unanswered()):
+        again = [*self._sent.again(opened.last_accepted_step_id), *self._flushes.unanswered()]
+        for message in again:
             self._enqueue(message)
-        log.info("session resumed", worker=self.address, epoch=epoch, resent_plans=len(again))
+        log.info("session resumed", worker=self.address, epoch=epoch, resent_messages=len(again))
 
     async def _write(self, call: Call) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -366,9 +361,9 @@ class WorkerLink:
             log.info("stale boundary dropped", worker=self.address, step_id=step_id)
             return
         self.last_completed_step_id = step_id
-        kept = self._kept.pop(step_id, None)
-        if self._settings.record_steps and kept is not None:
-            self._recorded[step_id] = kept.plan
+        plan = self._sent.complete(step_id)
+        if self._settings.record_steps and plan is not None:
+            self._recorded[step_id] = plan
         try:
             self._owner.on_boundary(self, boundary, read_ns)
         except (StepMismatch, WireError) as error:
@@ -379,7 +374,7 @@ class WorkerLink:
         if failed.scope != worker_pb2.StepFailed.SCOPE_STEP:
             raise EpochClosed(f"worker failed at step {failed.step_id}")
         self.last_completed_step_id = failed.step_id
-        self._kept.pop(failed.step_id, None)
+        self._sent.complete(failed.step_id)
         try:
             self._owner.on_step_failed(self, self.worker_epoch, failed.step_id)
         except StepMismatch as error:

@@ -165,7 +165,7 @@ def test_rows_that_return_from_finishing_respect_the_row_limit() -> None:
 # ------------------------------------------------------------------------------------------------ row faults
 
 
-@pytest.mark.parametrize("fault", [RowFault.NON_FINITE, RowFault.NOTHING_ALLOWED, RowFault.GATE_MISSING])
+@pytest.mark.parametrize("fault", [RowFault.NON_FINITE, RowFault.NOTHING_ALLOWED])
 def test_a_row_fault_ends_that_request_only(fault: RowFault) -> None:
     """J10, BL-32, O3: one ERROR with the fault; the neighbour's token is delivered; later rows are overrun."""
     driver = Driver.of()

@@ -179,7 +179,7 @@ def _in_two_lists(lane: Lane) -> None:
 
 
 def _past_the_table(lane: Lane) -> None:
-    next(iter(lane.decoding)).capacity = 1
+    next(iter(lane.decoding)).block_size = 1
 
 
 def _past_the_limit(lane: Lane) -> None:
@@ -210,6 +210,18 @@ def _history_without_a_row(lane: Lane) -> None:
     next(iter(lane.decoding)).sequence.history.append(5)
 
 
+def _late_for_its_end(lane: Lane) -> None:
+    lane.ends.clear()
+
+
+def _late_for_its_block(lane: Lane) -> None:
+    next(iter(lane.decoding)).border_tick += 1
+
+
+def _early_for_its_block(lane: Lane) -> None:
+    lane.crossing.append(next(iter(lane.decoding)))
+
+
 def _forgotten(lane: Lane) -> None:
     lane.decoding.clear()
 
@@ -232,6 +244,9 @@ def _forgotten(lane: Lane) -> None:
         (_too_many_tokens, "M3"),
         (_too_many_rows, "M3"),
         (_history_without_a_row, "A2"),
+        (_late_for_its_end, "D2"),
+        (_late_for_its_block, "A6"),
+        (_early_for_its_block, "A6"),
         (_forgotten, "A8"),
     ],
 )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stepahead.worker.runner import NO_LOGPROBS
+from stepahead.worker.sampling_check import SamplingChecker
 from stepahead.worker.slot_table import Admission
 
 if TYPE_CHECKING:
-    from stepahead.v1.worker_pb2 import SlotAdmission, SlotSampling, StepPlan
+    from stepahead.v1.worker_pb2 import SlotAdmission, StepPlan
     from stepahead.worker.runner import Int64Array
     from stepahead.worker.slot_overlay import SlotOverlay, Violations
     from stepahead.worker.slot_table import SlotTable
@@ -40,6 +41,7 @@ class AdmissionChecker:
         self._faults = faults
         self._committed_through = committed_through
         self._vocab_size = vocab_size
+        self._sampling = SamplingChecker(faults, vocab_size)
 
     def check(self, plan: StepPlan) -> list[Admission]:
         """The plan's admissions; faults go to the collector."""
@@ -65,8 +67,12 @@ class AdmissionChecker:
             self._faults.add(f"{field}.incarnation", f"{message.incarnation} is in use")
         token_ids = self._check_history(field, message)
         block_ids = self._check_blocks(field, message)
-        suppressed = self._check_sampling(f"{field}.sampling", message.sampling)
-        sampling = message.sampling
+        sampling = self._sampling.check(f"{field}.sampling", message.sampling)
+        if sampling.prompt_logprobs_top_k != NO_LOGPROBS and message.num_settled_tokens:
+            self._faults.add(
+                f"{field}.num_settled_tokens",
+                f"is {message.num_settled_tokens}, prompt_logprobs_top_k asks for every prompt position to be fed",
+            )
         return Admission(
             slot=message.slot,
             incarnation=message.incarnation,
@@ -74,14 +80,7 @@ class AdmissionChecker:
             num_prompt_tokens=message.num_prompt_tokens,
             num_settled_tokens=message.num_settled_tokens,
             block_ids=block_ids,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=0 if sampling.top_k >= self._vocab_size else sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            choice_index=sampling.choice_index,
-            suppressed=suppressed,
-            min_tokens=sampling.min_tokens,
+            sampling=sampling,
             constrained=message.constrained,
         )
 
@@ -137,22 +136,3 @@ class AdmissionChecker:
                 f"{message.num_settled_tokens} do not fit {len(block_ids)} blocks of {shape.block_size}",
             )
         return block_ids
-
-    def _check_sampling(self, field: str, sampling: SlotSampling) -> Int64Array | None:
-        temperature = sampling.temperature
-        if not (math.isfinite(temperature) and temperature >= 0):
-            self._faults.add(f"{field}.temperature", f"{temperature} is not a finite number of at least 0")
-        if not 0 < sampling.top_p <= 1:
-            self._faults.add(f"{field}.top_p", f"{sampling.top_p} is not in (0, 1]")
-        if not 0 <= sampling.min_p <= 1:
-            self._faults.add(f"{field}.min_p", f"{sampling.min_p} is not in [0, 1]")
-        if not sampling.suppressed_token_ids:
-            return None
-        suppressed = np.array(list(sampling.suppressed_token_ids), np.int64)
-        if int(suppressed.max()) >= self._vocab_size:
-            index = int(suppressed.argmax())
-            self._faults.add(
-                f"{field}.suppressed_token_ids[{index}]",
-                f"{suppressed[index]} is not in 0 .. {self._vocab_size - 1}",
-            )
-        return suppressed

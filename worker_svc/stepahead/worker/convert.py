@@ -12,8 +12,9 @@ from stepahead.worker.runner import SampleStatus
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stepahead.worker.runner import CacheShape, ModelFacts
+    from stepahead.worker.runner import CacheShape, ModelFacts, RowLogprobs, StepSamples
     from stepahead.worker.step import Step
+    from stepahead.worker.step_batch import StepRows
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -52,12 +53,34 @@ def boundary_message(step: Step) -> worker_pb2.RunStepsResponse:
             num_additions=trace.num_additions,
             inputs=trace.inputs,
         )
+    _add_logprobs(completion, step.rows, step.samples)
     timings = completion.timings
     timings.launch_ns = step.launched_ns - step.read_ns
     timings.forward_ns = step.forward_ended_ns - step.started_ns
     timings.sample_wait_ns = step.sample_started_ns - step.forward_ended_ns
     timings.sample_ns = step.ended_ns - step.sample_started_ns
     return message
+
+
+def _add_logprobs(completion: worker_pb2.StepCompletion, rows: StepRows, samples: StepSamples) -> None:
+    if samples.output_logprobs is not None:
+        _fill_logprobs(completion.output_logprobs, rows, samples.output_logprobs)
+    if samples.prompt_logprobs is not None:
+        _fill_logprobs(completion.prompt_logprobs, rows, samples.prompt_logprobs)
+
+
+def _fill_logprobs(message: worker_pb2.TokenLogprobs, rows: StepRows, logprobs: RowLogprobs) -> None:
+    entries = logprobs.entries
+    row_list: list[int] = logprobs.rows.tolist()
+    message.slots.extend(rows.slots[row] for row in row_list)
+    message.incarnations.extend(rows.incarnations[row] for row in row_list)
+    message.first_positions.extend(logprobs.first_positions.tolist())
+    message.entry_counts.extend(logprobs.entry_counts.tolist())
+    message.token_logprobs.extend(entries.values.tolist())
+    message.ranks.extend(entries.ranks.tolist())
+    message.top_counts.extend(entries.top_counts.tolist())
+    message.top_token_ids.extend(entries.top_ids.tolist())
+    message.top_logprobs.extend(entries.top_values.tolist())
 
 
 def _add_row_errors(completion: worker_pb2.StepCompletion, step: Step) -> None:

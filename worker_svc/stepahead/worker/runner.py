@@ -20,6 +20,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stepahead.kernels.cpu.penalties import TokenRuleState
+from stepahead.kernels.reference.logprobs import LogprobEntries
+
+BoolArray = NDArray[np.bool_]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 UInt8Array = NDArray[np.uint8]
@@ -31,6 +35,9 @@ LAST_SAMPLE = -1
 
 NO_POSITION = -1
 """In a cell: nothing to feed (never sampled, released, or a hole)."""
+
+NO_LOGPROBS = -1
+"""In place of a number of best ids: no log probabilities are asked for."""
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called as (what, done, total) while weights load; units are bytes."""
@@ -46,6 +53,14 @@ class SampleStatus(IntEnum):
     GATE_MISSING = 4
     SKIPPED = 255
     """A SKIP gate: nothing sampled, no error."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedLogprobs:
+    """Which sampling rows of a step want log probabilities of what they sample."""
+
+    top_k: Int32Array  # [num_samples], best ids beside the sampled one; NO_LOGPROBS: the row asks for nothing
+    processed: BoolArray  # [num_samples], of the distribution drawn from instead of the model's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +81,23 @@ class SamplingColumns:
     """Per sampling row, token ids that may not be sampled at this output index; empty: none for all rows."""
     masks: tuple[UInt8Array | None, ...] = ()
     """Per sampling row, a packed little-endian bit mask of ceil(vocab / 8) bytes; empty: no constrained row."""
+    rule_states: tuple[TokenRuleState | None, ...] = ()
+    """Per sampling row, the rules that look at its history; empty: no row has such. Once the batch is handed over,
+    the device thread alone reads and writes them."""
+    logprobs: AskedLogprobs | None = None
+    """None: no row asks."""
 
     def __len__(self) -> int:
         return len(self.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """A row whose prompt wants log probabilities: how likely is each target after the tokens before it?"""
+
+    row: int  # of the batch
+    top_k: int  # best ids beside the target
+    token_ids: Int64Array  # [num_entries], 1 and up: entry i is answered by the logits of the row's i-th fed token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +119,8 @@ class StepBatch:
     """(source block, destination block), before the forward."""
     zeroed_blocks: tuple[int, ...] = ()
     """Blocks set to zero, before the forward."""
+    prompt_targets: tuple[PromptTargets, ...] = ()
+    """Ascending by row. Never of rows that feed LAST_SAMPLE inside the prompt: there are none."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,13 +144,27 @@ class RowTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log probabilities of some rows of a step; entries lie row after row."""
+
+    rows: Int64Array  # [num_rows], of the batch, ascending
+    first_positions: Int64Array  # [num_rows], position of each row's first entry
+    entry_counts: Int64Array  # [num_rows], 1 and up
+    entries: LogprobEntries
+
+
+@dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What a step sampled, on the host."""
+    """What a step sampled, on the host. The log probabilities are never written again."""
 
     token_ids: Int64Array  # [num_samples], undefined where status is not OK
     status: UInt8Array  # [num_samples], SampleStatus
     traces: tuple[RowTrace, ...] = ()
     """Of teaching models only; holes have none."""
+    output_logprobs: RowLogprobs | None = None
+    """Of the rows that ask and are OK; None: there are none."""
+    prompt_logprobs: RowLogprobs | None = None
+    """RAW, of `StepBatch.prompt_targets`, holes left out; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,5 +225,5 @@ class Runner(Protocol):
         ...
 
     def sample(self, batch: StepBatch) -> StepSamples:
-        """Samples `batch.sample_rows` and writes each OK row's cell: (token, last fed position + 1)."""
+        """Samples `batch.sample_rows`; writes each OK row's cell (token, last fed position + 1) and rule state."""
         ...

@@ -11,17 +11,39 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stepahead.kernels.cpu.penalties import TokenRuleState
+from stepahead.worker.runner import NO_LOGPROBS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from stepahead.kernels.reference.penalties import TokenRules
     from stepahead.worker.runner import CacheShape, Int64Array
 
     SlotIndex = NDArray[np.intp]
 
 NO_HOLE = -1
 """In `SlotTable.hole_position`: nothing to feed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How one incarnation is sampled, checked."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    choice_index: int
+    suppressed: Int64Array | None
+    min_tokens: int
+    rules: TokenRules | None  # None: nothing that looks at the history or at lists of ids
+    logprobs_top_k: int  # NO_LOGPROBS: none of sampled tokens
+    processed_logprobs: bool
+    prompt_logprobs_top_k: int  # NO_LOGPROBS: none of prompt positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +56,7 @@ class Admission:
     num_prompt_tokens: int
     num_settled_tokens: int
     block_ids: Sequence[int]
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    choice_index: int
-    suppressed: Int64Array | None
-    min_tokens: int
+    sampling: SamplingOptions
     constrained: bool
 
 
@@ -71,11 +86,16 @@ class SlotTable:
         self.choice_index = np.zeros(num_slots, np.int64)
         self.suppress_until = np.zeros(num_slots, np.int64)  # output index; 0: nothing is suppressed
         self.constrained = np.zeros(num_slots, np.bool_)
+        self.has_rules = np.zeros(num_slots, np.bool_)
+        self.logprobs_top_k = np.full(num_slots, NO_LOGPROBS, np.int32)
+        self.processed_logprobs = np.zeros(num_slots, np.bool_)
+        self.prompt_logprobs_top_k = np.full(num_slots, NO_LOGPROBS, np.int32)
         self.last_row_step = np.zeros(num_slots, np.int64)  # newest accepted step that has a row of the slot
         self.hole_position = np.full(num_slots, NO_HOLE, np.int64)
         self.refed_step = np.zeros(num_slots, np.int64)  # step that fed a hole again; older results are stale
         self.history: list[Int64Array | None] = [None] * num_slots
         self.suppressed: list[Int64Array | None] = [None] * num_slots
+        self.rule_states: list[TokenRuleState | None] = [None] * num_slots  # contents: the device thread's
         self.members: SlotIndex = np.zeros(0, np.intp)  # the decode set, by joining order; never changed in place
         self._invalidated: list[int] = []
 
@@ -84,6 +104,7 @@ class SlotTable:
         self.incarnation[slot] = 0
         self.history[slot] = None
         self.suppressed[slot] = None
+        self.rule_states[slot] = None
         self._invalidated.append(slot)
 
     def append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
@@ -103,15 +124,8 @@ class SlotTable:
         self.block_tables[slot] = 0
         self.block_tables[slot, : len(admission.block_ids)] = admission.block_ids
         self._set_num_blocks(slot, len(admission.block_ids))
-        self.temperature[slot] = admission.temperature
-        self.top_p[slot] = admission.top_p
-        self.top_k[slot] = admission.top_k
-        self.min_p[slot] = admission.min_p
-        self.seed[slot] = admission.seed
-        self.choice_index[slot] = admission.choice_index
-        self.suppressed[slot] = admission.suppressed
-        self.suppress_until[slot] = 0 if admission.suppressed is None else admission.min_tokens
         self.constrained[slot] = admission.constrained
+        self._set_sampling(admission)
         self.hole_position[slot] = NO_HOLE
         self.refed_step[slot] = 0
         self._invalidated.append(slot)
@@ -134,6 +148,26 @@ class SlotTable:
         stale = int(self.incarnation[slot]) != incarnation or step_id < int(self.refed_step[slot])
         if not stale and self.hole_position[slot] == NO_HOLE:
             self.hole_position[slot] = position
+
+    def _set_sampling(self, admission: Admission) -> None:
+        slot, options = admission.slot, admission.sampling
+        self.temperature[slot] = options.temperature
+        self.top_p[slot] = options.top_p
+        self.top_k[slot] = options.top_k
+        self.min_p[slot] = options.min_p
+        self.seed[slot] = options.seed
+        self.choice_index[slot] = options.choice_index
+        self.suppressed[slot] = options.suppressed
+        self.suppress_until[slot] = 0 if options.suppressed is None else options.min_tokens
+        self.logprobs_top_k[slot] = options.logprobs_top_k
+        self.processed_logprobs[slot] = options.processed_logprobs
+        self.prompt_logprobs_top_k[slot] = options.prompt_logprobs_top_k
+        rules = options.rules
+        self.has_rules[slot] = rules is not None
+        # The history decides the state, so a replay on any worker continues with the same one.
+        self.rule_states[slot] = (
+            None if rules is None else TokenRuleState(rules, admission.token_ids, admission.num_prompt_tokens)
+        )
 
     def _set_num_blocks(self, slot: int, num_blocks: int) -> None:
         self.num_blocks[slot] = num_blocks

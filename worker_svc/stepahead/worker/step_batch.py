@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepahead.worker.runner import LAST_SAMPLE, SamplingColumns, StepBatch
+from stepahead.worker.runner import (
+    LAST_SAMPLE,
+    NO_LOGPROBS,
+    AskedLogprobs,
+    PromptTargets,
+    SamplingColumns,
+    StepBatch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from stepahead.kernels.cpu.penalties import TokenRuleState
     from stepahead.worker.plan_check import PlanEdits
     from stepahead.worker.row_check import ExplicitRow
     from stepahead.worker.runner import Int32Array, Int64Array
@@ -60,6 +68,8 @@ class _Columns:
     num_prompt: Int64Array
     suppress_until: Int64Array
     suppresses: bool
+    rule_states: tuple[TokenRuleState | None, ...]  # empty: no slot has rules
+    logprobs: AskedLogprobs | None
     constrained: tuple[int, ...]
 
 
@@ -132,6 +142,7 @@ class BatchBuilder:
             invalidated_slots=np.array(table.take_invalidated(), np.int32),
             copies=edits.copies,
             zeroed_blocks=edits.zeroed_blocks,
+            prompt_targets=self._prompt_targets(edits.rows),
         )
         table.next_position[slots] = ends
         table.last_row_step[slots] = step_id
@@ -158,6 +169,12 @@ class BatchBuilder:
     def _gather(self, slots: SlotIndex) -> _Columns:
         table = self._table
         suppress_until = table.suppress_until[slots]
+        rule_states: tuple[TokenRuleState | None, ...] = ()
+        if table.has_rules[slots].any():
+            slot_list: list[int] = slots.tolist()
+            rule_states = tuple(table.rule_states[slot] for slot in slot_list)
+        top_k = table.logprobs_top_k[slots]
+        asks = bool((top_k != NO_LOGPROBS).any())
         return _Columns(
             slots=slots,
             temperature=table.temperature[slots],
@@ -169,6 +186,8 @@ class BatchBuilder:
             num_prompt=table.num_prompt[slots],
             suppress_until=suppress_until,
             suppresses=bool(suppress_until.any()),
+            rule_states=rule_states,
+            logprobs=AskedLogprobs(top_k, table.processed_logprobs[slots]) if asks else None,
             constrained=tuple(np.flatnonzero(table.constrained[slots]).tolist()),
         )
 
@@ -201,6 +220,18 @@ class BatchBuilder:
             np.concatenate([*position_parts, decode.positions]),
             np.concatenate([counts, decode.counts]),
         )
+
+    def _prompt_targets(self, rows: list[ExplicitRow]) -> tuple[PromptTargets, ...]:
+        """What rows that feed prompt positions are asked about; position 0 follows from nothing."""
+        table = self._table
+        targets: list[PromptTargets] = []
+        for index, row in enumerate(rows):
+            top_k = int(table.prompt_logprobs_top_k[row.slot])
+            end = min(row.start + row.count + 1, int(table.num_prompt[row.slot]))
+            if top_k != NO_LOGPROBS and end > row.start + 1:
+                token_ids = self._history_of(row.slot)[row.start + 1 : end]
+                targets.append(PromptTargets(index, top_k, token_ids))
+        return tuple(targets)
 
     def _history_of(self, slot: int) -> Int64Array:
         history = self._table.history[slot]
@@ -238,4 +269,6 @@ class BatchBuilder:
             choice_index=columns.choice_index,
             output_index=output_index,
             suppressed=suppressed,
+            rule_states=columns.rule_states,
+            logprobs=columns.logprobs,
         )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from stepahead.worker.runner import StepSamples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,13 +95,12 @@ class StepDevice:
             step.sample_started_ns = time.monotonic_ns()
             samples = self._runner.sample(batch)
             # Copied: the runner may reuse its buffers for the next step, which starts at once.
-            step.samples = StepSamples(samples.token_ids.copy(), samples.status.copy(), samples.traces)
+            step.samples = replace(samples, token_ids=samples.token_ids.copy(), status=samples.status.copy())
             if self._single_step or (self._hold_events and not step.in_place):
                 step.release.wait()
             self._end(step)
 
-        self._stream.submit(sample)
-        self._stream.record_event(on_end)
+        self._stream.submit(sample, on_end)
 
     def reset(self, worker_epoch: int) -> None:
         """A new epoch: cells are void, and steps of older epochs that were never sampled are forgotten."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stepahead.worker.commands import ForwardEnded, StepEnded
@@ -129,7 +130,8 @@ class StepRound:
             if not step.gate.arrived and not self._gate_is_overdue(step):
                 return False
             batch = step.gate.masked(batch)
-        self._device.launch_sample(step, batch, lambda: self._post(StepEnded(step)))
+        # Made beforehand: the device is idle from the end of a step to the start of the next one.
+        self._device.launch_sample(step, batch, partial(self._post, StepEnded(step)))
         return True
 
     def _gate_is_overdue(self, step: Step) -> bool:

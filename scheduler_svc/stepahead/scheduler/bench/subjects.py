@@ -89,6 +89,8 @@ class CoreSubject:
         self._mirror = PlanMirror()
         self._in_flight: deque[StepRows] = deque()
         self._outputs: dict[RequestKey, list[int]] = {}
+        self._known_keys: list[RequestKey] = []
+        self._known_outputs: list[list[int]] = []
         self._num_submitted = 0
         self._samples = Samples()
         self._fill()
@@ -129,9 +131,12 @@ class CoreSubject:
 
     def _commit(self, result: StepResult) -> CommitOutcome:
         outcome = self._scheduler.commit(_LANE, result)
-        outputs = self._outputs
-        for key, token_id in zip(outcome.keys, outcome.token_ids, strict=True):
-            outputs[key].append(token_id)
+        # As the engine does it: the core hands out the same list of keys while its rows stay the same.
+        if outcome.keys is not self._known_keys:
+            self._known_keys = outcome.keys
+            self._known_outputs = [self._outputs[key] for key in outcome.keys]
+        for output, token_id in zip(self._known_outputs, outcome.token_ids, strict=True):
+            output.append(token_id)
         return outcome
 
     def _record(self, wall_ns: int, cpu_ns: int) -> None:

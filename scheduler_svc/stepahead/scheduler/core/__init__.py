@@ -16,11 +16,12 @@ from stepahead.scheduler.core.events import (
     Admitted,
     CommitOutcome,
     Finished,
+    GateRow,
     PlanOutcome,
     Preempted,
 )
 from stepahead.scheduler.core.ids import BlockId, Incarnation, LaneId, RequestKey, SlotId, StepId
-from stepahead.scheduler.core.plan import Admission, RowFault, SettleMode, StepPlan, StepResult
+from stepahead.scheduler.core.plan import Admission, RowFault, SettleMode, StepPlan, StepResult, TokenLogprobs
 from stepahead.scheduler.core.request import FinishReason, Request, RequestStatus, SamplingSpec
 from stepahead.scheduler.core.scheduler import Scheduler
 
@@ -33,6 +34,7 @@ __all__ = [
     "CoreError",
     "FinishReason",
     "Finished",
+    "GateRow",
     "Incarnation",
     "LaneConfig",
     "LaneId",
@@ -54,5 +56,6 @@ __all__ = [
     "StepMismatch",
     "StepPlan",
     "StepResult",
+    "TokenLogprobs",
     "UnknownLane",
 ]

@@ -191,13 +191,11 @@ class BlockPool:
             self._key_of[block_id] = key
 
     def forget(self, block_id: BlockId) -> None:
-        """The block's content must not be shared any more."""
+        """The content of a block that is not idle must not be shared any more."""
+        assert block_id not in self._idle, "an idle block is nobody's to forget"
         key = self._key_of.pop(block_id, None)
         if key is not None:
             del self._by_key[key]
-        if block_id in self._idle:
-            del self._idle[block_id]
-            self._free.append(block_id)
 
     def state_of(self, block_id: BlockId) -> tuple[int, int]:
         """For invariant checks: live owners, retired owners behind a fence."""

@@ -8,7 +8,7 @@ from stepahead.scheduler.core.errors import StepMismatch
 from stepahead.scheduler.core.events import CommitOutcome, Finished
 from stepahead.scheduler.core.ids import StepId
 from stepahead.scheduler.core.lane import Lane, StepInFlight
-from stepahead.scheduler.core.plan import StepResult
+from stepahead.scheduler.core.plan import RowFault, StepResult
 from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.sequence import Sequence, Stay
 
@@ -38,9 +38,25 @@ def commit_step(lane: Lane, result: StepResult, finish: Finish) -> CommitOutcome
         lane.clock.settled += 1
     _commit_explicit_rows(lane, step, result, outcome, finish)
     _commit_members(lane, step, result, outcome, finish)
+    if result.logprobs or result.prompt_logprobs:
+        _hand_over_logprobs(step, result, outcome)
     _close_fenced(lane, step)
     lane.num_overrun_rows += outcome.num_overrun_rows
     return outcome
+
+
+def _hand_over_logprobs(step: StepInFlight, result: StepResult, outcome: CommitOutcome) -> None:
+    """Those of delivered tokens, trimmed like them (rule J7), and of the prompts of live requests (rule J8)."""
+    stays = [stay for stay, _, _ in step.explicit_rows] + step.decode_rows
+    incarnations = {stay.sequence.request.key: stay.incarnation for stay in stays}
+    for key in outcome.keys:
+        logprobs = result.logprobs.get(incarnations[key])
+        if logprobs is not None:
+            outcome.logprobs[key] = logprobs
+    for stay, _, _ in step.explicit_rows:
+        logprobs = result.prompt_logprobs.get(stay.incarnation)
+        if logprobs is not None:
+            outcome.prompt_logprobs[stay.sequence.request.key] = logprobs
 
 
 def _check_counts(step: StepInFlight, result: StepResult) -> None:
@@ -100,8 +116,7 @@ def _commit_members(
         _commit_mixed_members(lane, step, result, outcome, finish)
         return
     tokens = result.token_ids if len(result.token_ids) == num_members else result.token_ids[-num_members:]
-    for history, token in zip(members.histories, tokens, strict=True):
-        history.append(token)
+    lane.clock.backlog.push(members.histories, tokens)
     if outcome.keys:
         outcome.keys = outcome.keys + members.keys
         outcome.token_ids = outcome.token_ids + tokens
@@ -125,6 +140,7 @@ def _commit_mixed_members(
     num_explicit_tokens = first if counts is None else sum(counts[:first])
     tokens = iter(result.token_ids[num_explicit_tokens:])
     keys, token_ids = list(outcome.keys), list(outcome.token_ids)
+    lane.clock.backlog.flush()
     for index, stay in enumerate(step.members.stays, first):
         if counts is not None and not counts[index]:
             stay.num_settled -= 1  # the clock counted it
@@ -136,7 +152,7 @@ def _commit_mixed_members(
         if sequence.status is RequestStatus.FINISHED:
             outcome.num_overrun_rows += 1
             continue
-        sequence.history.append(token)
+        sequence.unflushed_history.append(token)
         keys.append(sequence.request.key)
         token_ids.append(token)
         _check_end(sequence, token, outcome, finish)
@@ -187,8 +203,8 @@ def _commit_empty_row(
         outcome.num_overrun_rows += 1
         return
     fault = result.faults.get(stay.incarnation)
-    if fault is None or stay.rewinding:
-        # A skipped row, or a hole behind one.
+    if fault is None or fault is RowFault.GATE_MISSING or stay.rewinding:
+        # A skipped row, one whose mask came too late, or a hole behind one.
         lane.rewind(stay)
         return
     lane.distrust(stay)

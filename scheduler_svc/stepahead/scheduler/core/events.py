@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stepahead.scheduler.core.ids import LaneId, RequestKey, StepId
-from stepahead.scheduler.core.plan import RowFault, StepPlan
+from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, SlotId, StepId
+from stepahead.scheduler.core.plan import RowFault, StepPlan, TokenLogprobs
 from stepahead.scheduler.core.request import FinishReason
 
 
@@ -51,6 +51,19 @@ class PlanOutcome:
     preempted: tuple[Preempted, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRow:
+    """A constrained row that samples in the oldest step in flight."""
+
+    key: RequestKey
+    slot: SlotId
+    incarnation: Incarnation
+    position: int
+    """What it feeds last."""
+    wanted: bool
+    """Whether its sample still counts: False once the request has ended, or behind a row that sampled nothing."""
+
+
 @dataclass(slots=True)
 class CommitOutcome:
     """What one completion changed. Columns `keys` and `token_ids` belong together, in row order."""
@@ -63,3 +76,7 @@ class CommitOutcome:
     num_rows: int = 0
     num_tokens: int = 0
     """Tokens the step fed."""
+    logprobs: dict[RequestKey, TokenLogprobs] = field(default_factory=dict[RequestKey, TokenLogprobs])
+    """Of tokens in `token_ids`, for requests that ask (rule J7)."""
+    prompt_logprobs: dict[RequestKey, TokenLogprobs] = field(default_factory=dict[RequestKey, TokenLogprobs])
+    """Of live requests that ask; a request that was preempted may give the same positions again (rule J8)."""

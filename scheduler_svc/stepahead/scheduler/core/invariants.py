@@ -32,6 +32,8 @@ def check_invariants(scheduler: Scheduler) -> None:
         _check_steps(scheduler, lane)
         for stay in _live_stays(lane):
             _check_counters(lane, stay)
+        for stay in lane.decoding:
+            _check_bookings(lane, stay)
     _check_quiescence(scheduler)
 
 
@@ -126,7 +128,10 @@ def _check_steps(scheduler: Scheduler, lane: Lane) -> None:
 
 
 def _check_counters(lane: Lane, stay: Stay) -> None:
-    num_history = len(stay.sequence.history)
+    # Not `history`: a look would empty the backlog, and no test would ever see one.
+    history = stay.sequence.unflushed_history
+    num_history = len(history) + lane.clock.backlog.num_missing(history)
+    num_outputs = num_history - stay.sequence.num_prompt_tokens
     dispatched, settled, unknown = stay.num_dispatched, stay.num_settled, stay.num_placeholders
     in_flight = 0
     placeholders = 0
@@ -147,12 +152,29 @@ def _check_counters(lane: Lane, stay: Stay) -> None:
         _require(unknown == 0 and dispatched < num_history, "A2", f"prefill: {where}")
     elif not stay.rewinding:
         _require(dispatched == num_history + unknown - 1, "A2", f"S != H + U - 1: {where}")
-    if stay.sequence.num_output_tokens and not in_flight and stay not in lane.prefilling:
+    if num_outputs and not in_flight and stay not in lane.prefilling:
         _require(num_history == settled + 1, "A1", f"H != P + 1: {where}")
     _require(dispatched < stay.sequence.max_total_tokens, "D2", f"fed the last possible output: {where}")
     _require(dispatched <= stay.capacity, "A6", f"fed past the block table: {where}")
-    _require(stay.capacity == len(stay.block_ids) * lane.config.block_size, "A6", "capacity is not the table's")
     _require(num_history <= stay.sequence.max_total_tokens, "D2", f"history too long: {where}")
+
+
+def _check_bookings(lane: Lane, stay: Stay) -> None:
+    """A member is looked at exactly when its stride ends, and never at another time."""
+    tick, position = lane.clock.dispatched, stay.num_dispatched
+    _require(
+        stay in lane.ends.get(stay.end_tick, ()) and stay.end_tick - tick == stay.feed_limit - position,
+        "D2",
+        f"booked to end after tick {stay.end_tick}, at {position} in tick {tick}",
+    )
+    if stay in lane.crossing:
+        _require(position == stay.capacity, "A6", f"asks for a block at {position} of {stay.capacity}")
+        return
+    _require(
+        stay in lane.borders.get(stay.border_tick, ()) and stay.border_tick - tick == stay.capacity - position,
+        "A6",
+        f"booked to need a block after tick {stay.border_tick}, at {position} in tick {tick}",
+    )
 
 
 def _check_quiescence(scheduler: Scheduler) -> None:

@@ -22,6 +22,7 @@ class StepInFlight:
 
     __slots__ = (
         "borrowed",
+        "constrained",
         "explicit_rows",
         "fenced",
         "has_dead_rows",
@@ -42,6 +43,8 @@ class StepInFlight:
         if explicit_rows:
             self.incarnations = [stay.incarnation for stay, _, _ in explicit_rows] + members.incarnations
         self.num_tokens = sum(count for _, count, _ in explicit_rows) + len(members)
+        self.constrained: list[tuple[Stay, int]] = []
+        """Rows whose sample waits for a mask, and the position each feeds last."""
         self.last_outputs: list[Stay] = []
         """Members whose last possible output this step samples."""
         self.has_dead_rows = False
@@ -57,6 +60,10 @@ class StepInFlight:
         return self.members.stays
 
 
+Bookings = dict[int, dict[Stay, None]]
+"""Members of the decode set by the tick after which their stride does not simply go on."""
+
+
 class Lane:
     """Books of one worker."""
 
@@ -64,6 +71,7 @@ class Lane:
         "_rows",
         "being_prefilled",
         "blocks",
+        "borders",
         "cache_model",
         "clock",
         "committed_through",
@@ -71,7 +79,7 @@ class Lane:
         "crossing",
         "decoding",
         "doomed",
-        "due",
+        "ends",
         "epoch",
         "finishing",
         "in_flight",
@@ -106,8 +114,10 @@ class Lane:
         self.clock = DecodeClock()
         self.crossing: list[Stay] = []
         """Members whose next position needs a block."""
-        self.due: dict[int, list[Stay]] = {}
-        """Members by the tick after which they reach their next stop."""
+        self.borders: Bookings = {}
+        """Members by the tick after which they need a block."""
+        self.ends: Bookings = {}
+        """Members by the tick after which their last possible output is in flight."""
         self._rows: DecodeRows | None = None
         self.finishing: dict[Stay, None] = {}
         """Stays whose last possible output is in flight: no more rows, their blocks are coming back."""
@@ -202,13 +212,13 @@ class Lane:
         block_ids = self.blocks.take(len(stays))
         if block_ids is None:
             return False
-        size = self.config.block_size
+        # Everybody's next border is a block away: the same tick for all of them.
+        tick = self.clock.dispatched + self.config.block_size
         for stay, block_id in zip(stays, block_ids, strict=True):
             stay.block_ids.append(block_id)
-            position = stay.capacity
-            stay.capacity = position + size
-            self.new_block_slots.append(stay.slot)
-            self.schedule_stop(stay, position)
+            stay.border_tick = tick
+        self.borders.setdefault(tick, {}).update(dict.fromkeys(stays))
+        self.new_block_slots += [stay.slot for stay in stays]
         self.new_blocks += block_ids
         return True
 
@@ -229,30 +239,39 @@ class Lane:
         clock = self.clock
         clock.dispatched += 1
         clock.last_step = step.step_id
-        for stay in self.due.pop(clock.dispatched, ()):
-            if stay.due_tick != clock.dispatched:
-                continue  # booked before it left the set, or left and came back
-            position = stay.num_dispatched if stay.has_sat_out else stay.stop
-            if position >= stay.feed_limit:
-                step.last_outputs.append(stay)
-                self._leave_decode_set(stay)
-                self.left_slots.append(stay.slot)
-                self.finishing[stay] = None
-            elif position >= stay.capacity:
-                stay.due_tick = -1
-                self.crossing.append(stay)
-            else:
-                self.schedule_stop(stay, position)  # it sat out a tick
+        tick = clock.dispatched
+        for stay in list(self.ends.get(tick, ())):
+            step.last_outputs.append(stay)
+            self._leave_decode_set(stay)
+            self.left_slots.append(stay.slot)
+            self.finishing[stay] = None
+        self.crossing += self.borders.pop(tick, ())
 
-    def schedule_stop(self, stay: Stay, position: int) -> None:
-        """Books the tick after which the member's stride does not simply go on: a new block, or the last output."""
-        stop = stay.stop = min(stay.capacity, stay.feed_limit)
-        tick = stay.due_tick = self.clock.dispatched + stop - position
-        booked = self.due.get(tick)
-        if booked is None:
-            self.due[tick] = [stay]
+    def _book(self, stay: Stay, position: int, tick: int) -> None:
+        """Books when the member, at `position` after `tick`, is at the end of its block table or its answer."""
+        stay.end_tick = tick + stay.feed_limit - position
+        self.ends.setdefault(stay.end_tick, {})[stay] = None
+        if position >= stay.capacity:
+            self.crossing.append(stay)
         else:
-            booked.append(stay)
+            stay.border_tick = tick + stay.capacity - position
+            self.borders.setdefault(stay.border_tick, {})[stay] = None
+
+    def _unbook(self, stay: Stay) -> None:
+        # At once: a member may leave thousands of ticks before its last output.
+        for bookings, tick in ((self.ends, stay.end_tick), (self.borders, stay.border_tick)):
+            booked = bookings.get(tick, {})
+            booked.pop(stay, None)
+            if not booked:
+                bookings.pop(tick, None)
+        if stay in self.crossing:
+            self.crossing.remove(stay)
+
+    def sit_out(self, stay: Stay) -> None:
+        """Called before the next tick: that one does not feed this member, so everything comes a tick later."""
+        self._unbook(stay)
+        self._book(stay, stay.num_dispatched, self.clock.dispatched + 1)
+        stay.sit_out()
 
     def settle_into_decode(self, stay: Stay) -> None:
         """The stay's newest known token is dispatched: from now on it feeds what it sampled, if anything."""
@@ -264,19 +283,13 @@ class Lane:
         self.decoding[stay] = None
         self._rows = None
         self.joined.append(stay)
-        position = stay.num_dispatched
-        if position >= stay.capacity:
-            self.crossing.append(stay)
-        else:
-            self.schedule_stop(stay, position)
+        self._book(stay, stay.num_dispatched, self.clock.dispatched)
 
     def _leave_decode_set(self, stay: Stay) -> None:
         stay.leave_decode_set()
-        stay.due_tick = -1
+        self._unbook(stay)
         del self.decoding[stay]
         self._rows = None
-        if stay in self.crossing:
-            self.crossing.remove(stay)
 
     def rewind(self, stay: Stay) -> None:
         """A sampling row came back empty: feed its position again as an explicit row, once nothing is in flight."""
@@ -349,6 +362,7 @@ class Lane:
         self.slots.release([stay.slot])
         self.blocks.release(stay.block_ids)
         stay.block_ids = []
+        self.clock.backlog.flush()  # the sequence finds it through its stay
         stay.sequence.stay = None
 
     def dispatch(self, plan: StepPlan, step: StepInFlight) -> None:

@@ -88,7 +88,7 @@ def _fork(
 
 def _keys(sequence: Sequence, lane: Lane) -> Sequence_[BlockKey]:
     """Keys that a hit may use: at least the last position is left to compute, in a block of its own (H5)."""
-    if lane.cache_model is None:
+    if lane.cache_model is None or sequence.request.recompute_prompt:
         return ()
     size = lane.config.block_size
     return sequence.block_keys((len(sequence.history) - 1) // size, size, lane.cache_model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from stepahead.scheduler.core.ids import BlockId, Incarnation, SlotId, StepId
@@ -29,6 +29,7 @@ class Admission:
     block_ids: tuple[BlockId, ...]
     sampling: SamplingSpec
     min_tokens: int
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,20 @@ class RowFault(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log probabilities of one row as columns, one entry per token."""
+
+    first_position: int
+    """Of the first entry's token, counted from the start of the prompt."""
+    token_logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_counts: tuple[int, ...]
+    """Entries of the next two columns per token."""
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """The completion of one step. Rows in plan order: explicit rows, then decode members by joining order."""
 
@@ -78,3 +93,7 @@ class StepResult:
     """Tokens per row, 0 or 1; None: one each."""
     token_ids: list[int]
     faults: dict[Incarnation, RowFault]
+    logprobs: dict[Incarnation, TokenLogprobs] = field(default_factory=dict[Incarnation, TokenLogprobs])
+    """Of the sampled token, for rows that ask."""
+    prompt_logprobs: dict[Incarnation, TokenLogprobs] = field(default_factory=dict[Incarnation, TokenLogprobs])
+    """Of the prompt positions a row has fed, for rows that ask."""

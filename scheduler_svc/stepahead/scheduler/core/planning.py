@@ -141,15 +141,26 @@ def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_o
         total_tokens=step.num_tokens,
         total_rows=len(step.incarnations),
     )
+    step.constrained = _constrained_rows(step)
     lane.dispatch(plan, step)
     _advance(lane, step, sitting_out)
     return plan
 
 
+def _constrained_rows(step: StepInFlight) -> list[tuple[Stay, int]]:
+    """Called before the step's rows advance."""
+    rows = [
+        (stay, stay.num_dispatched + count - 1)
+        for stay, count, samples in step.explicit_rows
+        if samples and stay.sequence.request.constrained
+    ]
+    return rows + [(stay, stay.num_dispatched) for stay in step.members.constrained]
+
+
 def _advance(lane: Lane, step: StepInFlight, sitting_out: dict[Stay, None]) -> None:
     if step.members:
         for stay in sitting_out:
-            stay.sit_out()
+            lane.sit_out(stay)
         lane.tick(step)
     for stay, count, samples in step.explicit_rows:
         stay.num_dispatched += count
@@ -173,4 +184,5 @@ def _admission(stay: Stay) -> Admission:
         block_ids=tuple(stay.block_ids),
         sampling=sequence.request.sampling,
         min_tokens=sequence.request.min_tokens,
+        constrained=sequence.request.constrained,
     )

@@ -67,6 +67,19 @@ class SamplingSpec:
     choice_index: int = 0
     suppressed_token_ids: tuple[int, ...] = ()
     """Not sampled while the output index is below the request's min_tokens."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """If not empty, nothing else is sampled."""
+    logprobs_top_k: int | None = None
+    """Log probabilities of outputs: best ids beside the sampled one; None: none at all."""
+    prompt_logprobs_top_k: int | None = None
+    """As logprobs_top_k, for the prompt."""
+    processed_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,10 @@ class Request:
     """Whose service it is; only with Ordering.FAIR."""
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
+    constrained: bool = False
+    """Whether each of its samples waits for a mask; see `Scheduler.gate_rows`."""
+    recompute_prompt: bool = False
+    """Whether its prompt is fed whole even if blocks of it are cached: somebody wants what comes out (rule H8)."""
     fork_of: RequestKey | None = None
     """A request with the same prompt and salt (another choice of one question): if it is running, its prompt is
     shared to the last position instead of being fed again."""

@@ -13,6 +13,7 @@ An abort or a stop string is applied the moment it is told; the slot and the blo
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from itertools import islice
 
@@ -23,6 +24,7 @@ from stepahead.scheduler.core.events import (
     Admitted,
     CommitOutcome,
     Finished,
+    GateRow,
     PlanOutcome,
     Preempted,
 )
@@ -88,6 +90,7 @@ class Scheduler:
         lane = self.lanes.pop(lane_id, None)
         if lane is None:
             raise UnknownLane(f"lane {lane_id}")
+        lane.clock.backlog.flush()
         lost: dict[Stay, None] = dict.fromkeys([*lane.prefilling, *lane.decoding, *lane.finishing])
         preempted: list[Preempted] = []
         for stay in lost:
@@ -108,16 +111,28 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- requests
 
     def add_request(self, request: Request) -> None:
-        """Accepts a request: it will end in exactly one Finished.
+        """As `add_requests`, for one."""
+        self.add_requests((request,))
+
+    def add_requests(self, requests: Sequence_[Request]) -> None:
+        """Accepts requests, all or none: each will end in exactly one Finished.
 
         Raises:
             RequestInfeasible: no lane could run it even alone (rules G9, V3).
             QueueFull: too many are waiting.
             UnknownLane: there is no lane at all, so nothing is known about sizes.
         """
-        assert request.key not in self.sequences, "request keys are unique"
         if not self.lanes:
             raise UnknownLane("no lane is open")
+        lengths = [self._max_total_tokens(request) for request in requests]
+        if self.config.max_waiting is not None and len(self.waiting) + len(requests) > self.config.max_waiting:
+            raise QueueFull(len(self.waiting))
+        for request, max_total_tokens in zip(requests, lengths, strict=True):
+            self._enqueue(request, max_total_tokens)
+
+    def _max_total_tokens(self, request: Request) -> int:
+        """Prompt and outputs at most. Raises RequestInfeasible."""
+        assert request.key not in self.sequences, "request keys are unique"
         configs = [lane.config for lane in self.lanes.values()]
         max_model_len = min(config.max_model_len for config in configs)
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -127,8 +142,9 @@ class Scheduler:
             raise RequestInfeasible(num_prompt_tokens + 1, max_model_len)
         if max_total_tokens - 1 > available:
             raise RequestInfeasible(max_total_tokens - 1, available)
-        if self.config.max_waiting is not None and len(self.waiting) >= self.config.max_waiting:
-            raise QueueFull(len(self.waiting))
+        return max_total_tokens
+
+    def _enqueue(self, request: Request, max_total_tokens: int) -> None:
         sequence = Sequence(request, self._arrivals, max_total_tokens)
         self.shares.enter(request.tenant)
         self._arrivals += 1
@@ -335,6 +351,26 @@ class Scheduler:
         return Admitted(sequence.request.key, lane.lane_id, first_time, num_cached_tokens)
 
     # -------------------------------------------------------------------------------------------- views
+
+    def gate_rows(self, lane_id: LaneId) -> tuple[StepId, list[GateRow]] | None:
+        """The constrained rows of the lane's oldest step in flight, or None if no step is.
+
+        Everything before that step is committed, so a mask made now knows every token its row builds on (rule I1).
+        """
+        lane = self._lane(lane_id)
+        if not lane.in_flight:
+            return None
+        step = lane.in_flight[0]
+        return step.step_id, [
+            GateRow(
+                key=stay.sequence.request.key,
+                slot=stay.slot,
+                incarnation=stay.incarnation,
+                position=position,
+                wanted=stay.sequence.status is not RequestStatus.FINISHED and not stay.rewinding,
+            )
+            for stay, position in step.constrained
+        ]
 
     @property
     def num_running(self) -> int:

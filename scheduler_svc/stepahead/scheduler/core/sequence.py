@@ -30,6 +30,7 @@ from stepahead.scheduler.core.request import (
     Request,
     RequestStatus,
 )
+from stepahead.scheduler.core.token_backlog import TokenBacklog
 
 
 class Sequence:
@@ -38,8 +39,8 @@ class Sequence:
     __slots__ = (
         "_chain",
         "_chain_block_size",
+        "_history",
         "arrival",
-        "history",
         "hold_until",
         "max_total_tokens",
         "num_cached_tokens",
@@ -57,7 +58,7 @@ class Sequence:
         self.request = request
         self.arrival = arrival
         """Position in the order of acceptance; older wins."""
-        self.history: list[int] = list(request.prompt_token_ids)
+        self._history: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = max_total_tokens
         """Largest history: min(prompt + max_tokens, max_model_len)."""
@@ -75,6 +76,18 @@ class Sequence:
         """Until which step of a lane it waits for a prefix that is being prefilled there."""
         self._chain: KeyChain | None = None
         self._chain_block_size = 0
+
+    @property
+    def history(self) -> list[int]:
+        """H as tokens: the prompt, then the committed outputs."""
+        if self.stay is not None:
+            self.stay.clock.backlog.flush()
+        return self._history
+
+    @property
+    def unflushed_history(self) -> list[int]:
+        """The list behind `history`, for columns: it may lack what the lane's backlog holds."""
+        return self._history
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -101,6 +114,10 @@ class Sequence:
         self.status = target
 
 
+NO_TICK = -1
+"""No tick is meant."""
+
+
 class DecodeClock:
     """The common stride of a lane's decode set.
 
@@ -112,7 +129,7 @@ class DecodeClock:
         |---- ticks settled --->|           P = own + (settled - j)    - settled ticks sat out
     """
 
-    __slots__ = ("dispatched", "last_step", "settled")
+    __slots__ = ("backlog", "dispatched", "last_step", "settled")
 
     def __init__(self) -> None:
         self.dispatched = 0
@@ -121,6 +138,8 @@ class DecodeClock:
         """Ticks whose step has committed; they commit in order."""
         self.last_step: StepId = NO_STEP
         """The step of the newest tick."""
+        self.backlog = TokenBacklog()
+        """Tokens of settled ticks that the members' histories lack."""
 
 
 class Stay:
@@ -131,7 +150,6 @@ class Stay:
     """
 
     __slots__ = (
-        "_clock",
         "_dispatched",
         "_joined_at",
         "_last_step",
@@ -141,9 +159,11 @@ class Stay:
         "_settled",
         "announced",
         "block_ids",
-        "capacity",
+        "block_size",
+        "border_tick",
+        "clock",
         "copy_from",
-        "due_tick",
+        "end_tick",
         "feed_limit",
         "incarnation",
         "lane_id",
@@ -154,7 +174,6 @@ class Stay:
         "rewinding",
         "sequence",
         "slot",
-        "stop",
     )
 
     def __init__(  # noqa: PLR0913 - made in one place, Lane.admit, and every value is a different thing
@@ -176,8 +195,7 @@ class Stay:
         self.incarnation = incarnation
         self.slot = slot
         self.block_ids = block_ids
-        self.capacity = len(block_ids) * block_size
-        """Positions the block table covers."""
+        self.block_size = block_size
         self.feed_limit = sequence.max_total_tokens - 1
         """Exclusive bound of positions ever fed: the last output is never fed, so a predictable end costs no
         wasted row (rule D2) and no position reaches max_model_len (rule A6)."""
@@ -192,10 +210,11 @@ class Stay:
         """Blocks at the front of the table whose content is known by a key."""
         self.pending_keys: Sequence_[BlockKey] = ()
         """Keys of prompt blocks that it is going to publish."""
-        self.stop = 0
-        self.due_tick = -1
-        """The position at which it was booked to stop, and after which tick; see Lane.schedule_stop."""
-        self._clock = clock
+        self.border_tick = NO_TICK
+        """After which tick it stands at the end of its block table; see Lane.book_border."""
+        self.end_tick = NO_TICK
+        """After which tick its last possible output is in flight."""
+        self.clock = clock
         self.copy_from = copy_from
         """A fork's tail: the block whose copy is the first one of its own; until a plan has carried the copy."""
         self._dispatched = num_settled
@@ -207,6 +226,11 @@ class Stay:
         self._sat_out: list[int] = []
 
     # ---------------------------------------------------------------------------------------- counters
+
+    @property
+    def capacity(self) -> int:
+        """Positions the block table covers."""
+        return len(self.block_ids) * self.block_size
 
     @property
     def num_dispatched(self) -> int:
@@ -249,17 +273,12 @@ class Stay:
     def last_step(self) -> StepId:
         """Fence: newest dispatched step that may name this stay."""
         if self._joined_at is not None and self._left_at is None:
-            return max(self._last_step, self._clock.last_step)
+            return max(self._last_step, self.clock.last_step)
         return self._last_step
 
     @last_step.setter
     def last_step(self, value: StepId) -> None:
         self._last_step = value
-
-    @property
-    def has_sat_out(self) -> bool:
-        """Whether it has missed a tick since it joined: then its position is not what was booked."""
-        return bool(self._sat_out)
 
     # ---------------------------------------------------------------------------------------- decode set
 
@@ -271,31 +290,31 @@ class Stay:
             assert ticks == self._ticks_settled, "joins again with old rows in flight"
             self._dispatched += ticks
             self._settled += ticks
-        self._joined_at = self._clock.dispatched
+        self._joined_at = self.clock.dispatched
         self._left_at = None
         self._sat_out = []
 
     def leave_decode_set(self) -> None:
         """No tick feeds it any more; those dispatched still settle."""
         self._last_step = self.last_step
-        self._left_at = self._clock.dispatched
+        self._left_at = self.clock.dispatched
 
     def sit_out(self) -> None:
         """Called before the next tick: that one does not feed this member."""
-        self._sat_out.append(self._clock.dispatched)
+        self._sat_out.append(self.clock.dispatched)
 
     @property
     def _ticks_dispatched(self) -> int:
         if self._joined_at is None:
             return 0
-        end = self._clock.dispatched if self._left_at is None else self._left_at
+        end = self.clock.dispatched if self._left_at is None else self._left_at
         return end - self._joined_at - len(self._sat_out)
 
     @property
     def _ticks_settled(self) -> int:
         if self._joined_at is None:
             return 0
-        settled = self._clock.settled
+        settled = self.clock.settled
         end = settled if self._left_at is None else min(settled, self._left_at)
         if end <= self._joined_at:
             return 0

@@ -83,13 +83,9 @@ class WaitingQueue:
         return heapq.merge(*self._lines.values(), key=self._rank)
 
     def _line_of(self, sequence: Sequence) -> Hashable:
-        match self._ordering:
-            case Ordering.FCFS:
-                return None
-            case Ordering.PRIORITY:
-                return sequence.request.priority
-            case Ordering.FAIR:
-                return sequence.request.tenant
+        if self._ordering is Ordering.PRIORITY:
+            return sequence.request.priority
+        return sequence.request.tenant if self._ordering is Ordering.FAIR else None
 
     def _rank(self, sequence: Sequence) -> tuple[int, int]:
         """Smaller goes first. Within a line it grows with arrival, so lines can be merged."""

@@ -18,15 +18,17 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from stepahead.kernels.cpu.logprobs import row_logprobs
 from stepahead.kernels.cpu.ops import has_fast_bfloat16
 from stepahead.kernels.ops import StepLayout
+from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.host_runner import HostRunner
 from stepahead.worker.model.native_engine import NativeEngine, native_instruction_set
-from stepahead.worker.model.sampler import sample_logits
+from stepahead.worker.model.sampler import describe_samples, sample_logits
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.model.torch_engine import TorchEngine
 from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, SamplingColumns, StepSamples
@@ -34,6 +36,7 @@ from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, Sa
 _log = structlog.get_logger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_NO_LOGITS = np.empty((0, 0), np.float32)
 KERNELS = ("auto", "native", "torch")
 
 
@@ -52,7 +55,9 @@ class CpuRunner(HostRunner):
         self._kernels = kernels
         self._threads = threads or len(os.sched_getaffinity(0))
         self._loaded: tuple[ModelConfig, StepEngine] | None = None
-        self._logits = StepLogits(np.empty((0, 0), np.float32))
+        self._logits = StepLogits(_NO_LOGITS)
+        # At most max_num_batched_tokens rows, 4 bytes x vocab_size each, within one `forward` only.
+        self._prompt_logits = _NO_LOGITS
 
     @override
     def load(self, progress: ProgressCallback) -> ModelFacts:
@@ -112,7 +117,7 @@ class CpuRunner(HostRunner):
         self._model[1].change_blocks(copies, zeroed)
 
     @override
-    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
         layout = StepLayout(
             positions=step.positions,
             slot_mapping=step.slot_mapping,
@@ -121,7 +126,13 @@ class CpuRunner(HostRunner):
             block_tables=step.block_tables,
         )
         last_tokens = step.query_start_loc[choice_rows + 1].astype(np.int64) - 1
-        self._logits = self._model[1].forward(step.token_ids, layout, last_tokens)
+        if not len(prompt_tokens):
+            self._logits = self._model[1].forward(step.token_ids, layout, last_tokens)
+            return
+        logit_tokens = np.concatenate([last_tokens, prompt_tokens])
+        outputs = self._model[1].forward(step.token_ids, layout, logit_tokens)
+        self._logits = outputs.rows(np.arange(len(last_tokens)))  # a copy, so that the others can go
+        self._prompt_logits = outputs.logits[len(last_tokens) :]
 
     @override
     def _choose(self, choices: NDArray[np.int64], sampling: SamplingColumns) -> StepSamples:
@@ -129,6 +140,18 @@ class CpuRunner(HostRunner):
         if len(choices) < len(step.logits):
             step = step.rows(choices)
         return sample_logits(step.logits, sampling, step.largest)
+
+    @override
+    def _describe_choices(
+        self, choices: NDArray[np.int64], sampling: SamplingColumns, token_ids: NDArray[np.int64]
+    ) -> LogprobEntries:
+        return describe_samples(self._logits.logits[choices], sampling, token_ids)
+
+    @override
+    def _describe_prompt(self, token_ids: NDArray[np.int64], top_k: NDArray[np.int64]) -> LogprobEntries:
+        entries = row_logprobs(self._prompt_logits, token_ids, top_k)
+        self._prompt_logits = _NO_LOGITS
+        return entries
 
     @property
     def _model(self) -> tuple[ModelConfig, StepEngine]:

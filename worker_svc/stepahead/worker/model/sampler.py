@@ -8,10 +8,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stepahead.kernels.cpu.sampling import sample_row
+from stepahead.kernels.cpu.logprobs import row_logprobs
+from stepahead.kernels.cpu.sampling import processed_log_weights, sample_row
+from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.kernels.reference.philox import draw_uniform
 from stepahead.kernels.reference.sampling import GREEDY_BELOW, RowSampling
-from stepahead.worker.runner import SampleStatus, SamplingColumns, StepSamples
+from stepahead.worker.runner import AskedLogprobs, SampleStatus, SamplingColumns, StepSamples
 
 
 def uniform_draws(sampling: SamplingColumns) -> NDArray[np.float64]:
@@ -54,7 +56,7 @@ def sample_logits(
     token_ids = np.zeros(num_samples, dtype=np.int64)
     status = np.full(num_samples, SampleStatus.OK, dtype=np.uint8)
     plain = sampling.temperature < GREEDY_BELOW
-    for restrictions in (sampling.suppressed, sampling.masks):
+    for restrictions in (sampling.suppressed, sampling.masks, sampling.rule_states):
         if restrictions:
             plain &= np.fromiter((entry is None for entry in restrictions), np.bool_, num_samples)
     rows = np.flatnonzero(plain)
@@ -74,7 +76,8 @@ def sample_logits(
 
 
 def row_sampling(sampling: SamplingColumns, row: int, draw: float) -> RowSampling:
-    """Returns one row of the columns."""
+    """Returns one row of the columns, with what its rules mean now."""
+    rules = sampling.rule_states[row] if sampling.rule_states else None
     return RowSampling(
         temperature=float(sampling.temperature[row]),
         top_k=int(sampling.top_k[row]),
@@ -83,6 +86,9 @@ def row_sampling(sampling: SamplingColumns, row: int, draw: float) -> RowSamplin
         draw=draw,
         suppressed=sampling.suppressed[row] if sampling.suppressed else None,
         mask=sampling.masks[row] if sampling.masks else None,
+        penalties=None if rules is None else rules.penalties(),
+        banned=None if rules is None else rules.banned_ids(),
+        allowed=None if rules is None else rules.allowed_ids,
     )
 
 
@@ -98,7 +104,29 @@ def take_rows(sampling: SamplingColumns, rows: NDArray[np.int64]) -> SamplingCol
         output_index=sampling.output_index[rows],
         suppressed=_pick(sampling.suppressed, rows),
         masks=_pick(sampling.masks, rows),
+        rule_states=_pick(sampling.rule_states, rows),
+        logprobs=None
+        if sampling.logprobs is None
+        else AskedLogprobs(sampling.logprobs.top_k[rows], sampling.logprobs.processed[rows]),
     )
+
+
+def describe_samples(
+    logits: NDArray[np.float32], sampling: SamplingColumns, token_ids: NDArray[np.int64]
+) -> LogprobEntries:
+    """Returns the log probabilities of sampled tokens; rule states must be as they were when they were sampled.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, contiguous, of rows whose status is OK.
+        sampling: the rows' parameters; all of them ask.
+        token_ids: [num_rows], what each row sampled.
+    """
+    asked = sampling.logprobs
+    assert asked is not None, "the caller looks whether a row asks"
+    log_weights = list(logits)
+    for row in np.flatnonzero(asked.processed).tolist():
+        log_weights[row] = processed_log_weights(logits[row], row_sampling(sampling, row, 0.0))
+    return row_logprobs(log_weights, token_ids, asked.top_k)
 
 
 _Entry = TypeVar("_Entry")

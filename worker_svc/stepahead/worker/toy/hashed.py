@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from stepahead.kernels.cpu.logprobs import row_logprobs
+from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.kernels.reference.philox import draw_words
 from stepahead.kernels.reference.sampling import GREEDY_BELOW, allowed_ids
 from stepahead.worker.model.cells import ResolvedStep
@@ -37,7 +40,9 @@ def token_tags(positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> ND
 class HashToyRunner(ToyRunner):
     """A toy whose next token is `state hash` mod the vocabulary, or that place among the allowed ids.
 
-    With a temperature the row's Philox words are mixed into the hash; top-k, top-p and min-p have no meaning here.
+    With a temperature the row's Philox words are mixed into the hash. There are no scores, so top-k, top-p, min-p,
+    penalties and biases have no meaning here. Log probabilities call every token equally likely: RAW every one of
+    the vocabulary, PROCESSED every allowed one.
     """
 
     def __init__(self, spec: ToySpec, facts: ToyFacts) -> None:
@@ -55,13 +60,35 @@ class HashToyRunner(ToyRunner):
             hashes[drawn] = mix64(hashes[drawn] ^ ((words[:, 0] << np.uint64(32)) | words[:, 1]))
         token_ids = (hashes % np.uint64(self.facts.vocab_size)).astype(np.int64)
         status = np.full(len(choices), SampleStatus.OK, dtype=np.uint8)
-        for row in range(len(choices)) if sampling.suppressed or sampling.masks else ():
+        restricted = sampling.suppressed or sampling.masks or sampling.rule_states
+        for row in range(len(choices)) if restricted else ():
             allowed = np.flatnonzero(allowed_ids(self.facts.vocab_size, row_sampling(sampling, row, 0.0)))
             if len(allowed):
                 token_ids[row] = allowed[int(hashes[row]) % len(allowed)]
             else:
                 status[row] = SampleStatus.NOTHING_ALLOWED
         return StepSamples(token_ids, status)
+
+    @override
+    def _look_at_prompt(self, step: ResolvedStep, prompt_tokens: NDArray[np.int64]) -> None:
+        """Nothing: every token is as likely as any other."""
+
+    @override
+    def _describe_choices(
+        self, choices: NDArray[np.int64], sampling: SamplingColumns, token_ids: NDArray[np.int64]
+    ) -> LogprobEntries:
+        asked = sampling.logprobs
+        assert asked is not None, "the caller looks whether a row asks"
+        log_weights = np.zeros((len(choices), self.facts.vocab_size), dtype=np.float32)
+        for row in np.flatnonzero(asked.processed).tolist():
+            allowed = allowed_ids(self.facts.vocab_size, row_sampling(sampling, row, 0.0))
+            log_weights[row, ~allowed] = -np.inf
+        return row_logprobs(log_weights, token_ids, asked.top_k)
+
+    @override
+    def _describe_prompt(self, token_ids: NDArray[np.int64], top_k: NDArray[np.int64]) -> LogprobEntries:
+        uniform = np.zeros(self.facts.vocab_size, dtype=np.float32)
+        return row_logprobs(repeat(uniform, len(token_ids)), token_ids, top_k)
 
 
 class TaggedRunner(HashToyRunner):

@@ -72,9 +72,15 @@ class TracedRunner(LogitToyRunner):
         self._row_traces: list[RowTrace] = []
 
     @override
-    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
         self._row_traces = []
-        super()._feed(step, choice_rows)
+        super()._feed(step, choice_rows, prompt_tokens)
+
+    @override
+    def _look_at_prompt(self, step: ResolvedStep, prompt_tokens: NDArray[np.int64]) -> None:
+        traces = list(self._row_traces)
+        super()._look_at_prompt(step, prompt_tokens)
+        self._row_traces = traces  # what is added up for log probabilities is no part of the lesson
 
     @override
     def _traces(self) -> tuple[RowTrace, ...]:

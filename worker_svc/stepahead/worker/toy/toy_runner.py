@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from stepahead.kernels.cpu.logprobs import row_logprobs
+from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.host_runner import HostRunner
-from stepahead.worker.model.sampler import sample_logits
+from stepahead.worker.model.sampler import describe_samples, sample_logits
 from stepahead.worker.runner import (
     CacheShape,
     ModelFacts,
@@ -74,9 +76,11 @@ class ToyRunner(HostRunner):
         self._cache.change_blocks(copies, zeroed)
 
     @override
-    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64]) -> None:
+    def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
         self._cache.begin_blocks(step.slot_mapping)
         self._store(step)
+        if len(prompt_tokens):
+            self._look_at_prompt(step, prompt_tokens)
         self._unwritten = np.zeros(len(choice_rows), dtype=np.bool_)
         if len(choice_rows):
             self._look(step, choice_rows)
@@ -97,6 +101,10 @@ class ToyRunner(HostRunner):
         """Reads through the block tables what the next token of `choice_rows` depends on."""
 
     @abstractmethod
+    def _look_at_prompt(self, step: ResolvedStep, prompt_tokens: NDArray[np.int64]) -> None:
+        """Reads what `_describe_prompt` must know of the tokens that follow some of the step's tokens."""
+
+    @abstractmethod
     def _pick(self, choices: NDArray[np.int64], sampling: SamplingColumns) -> StepSamples:
         """Returns tokens for some of the rows `_look` saw."""
 
@@ -107,10 +115,32 @@ class LogitToyRunner(ToyRunner):
     def __init__(self, spec: ToySpec, facts: ToyFacts) -> None:
         super().__init__(spec, facts)
         self._logits = np.zeros((0, facts.vocab_size), dtype=np.float32)
+        self._prompt_logits = self._logits
 
     @override
     def _pick(self, choices: NDArray[np.int64], sampling: SamplingColumns) -> StepSamples:
         return sample_logits(np.ascontiguousarray(self._logits[choices]), sampling)
+
+    @override
+    def _look_at_prompt(self, step: ResolvedStep, prompt_tokens: NDArray[np.int64]) -> None:
+        # Each token as the last one of a row of its own.
+        rows = np.repeat(np.arange(len(step.rows)), np.diff(step.query_start_loc))[prompt_tokens]
+        seq_lens = (step.positions[prompt_tokens] + 1).astype(np.int32)
+        self._look(
+            replace(step, rows=step.rows[rows], seq_lens=seq_lens, block_tables=step.block_tables[rows]),
+            np.arange(len(rows)),
+        )
+        self._prompt_logits = np.where(self._unwritten[:, None], np.float32(np.nan), self._logits)
+
+    @override
+    def _describe_choices(
+        self, choices: NDArray[np.int64], sampling: SamplingColumns, token_ids: NDArray[np.int64]
+    ) -> LogprobEntries:
+        return describe_samples(np.ascontiguousarray(self._logits[choices]), sampling, token_ids)
+
+    @override
+    def _describe_prompt(self, token_ids: NDArray[np.int64], top_k: NDArray[np.int64]) -> LogprobEntries:
+        return row_logprobs(np.ascontiguousarray(self._prompt_logits), token_ids, top_k)
 
     def _prefer(self, token_ids: NDArray[np.int64]) -> None:
         """Scores the given token of each row 9 and all others 0."""

@@ -1,0 +1,122 @@
+"""One stream's view of one request: cursors on its logs, turned into events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepahead.scheduler.delivery import StreamWriter
+from stepahead.scheduler.live_request import Choice, LiveRequest
+from stepahead.scheduler.logprobs import to_columns
+from stepahead.scheduler.output_log import LogCursor
+from stepahead.v1 import generation_pb2
+
+
+class Subscription:
+    """What one stream has been told of one request."""
+
+    __slots__ = ("_ended", "_num_prompt_records", "cursors", "dirty", "handle", "is_plain", "live", "started_sent",
+                 "writer")  # fmt: skip
+
+    def __init__(
+        self,
+        live: LiveRequest,
+        writer: StreamWriter,
+        *,
+        handle: int = 0,
+        dirty: dict[Subscription, None] | None = None,
+        next_token_indexes: Sequence[int] = (),
+    ) -> None:
+        """Subscribes to a request.
+
+        Args:
+            live: The request.
+            writer: The stream that gets turns.
+            handle: The request's name on a Multiplex stream.
+            dirty: Where a stream of many requests collects those that have news.
+            next_token_indexes: Per choice, what the reader wants first; missing entries count as 0.
+
+        Raises:
+            DetokenizeError: a token cannot be decoded.
+        """
+        self.live = live
+        self.writer = writer
+        self.handle = handle
+        self.dirty = dirty
+        accepted = live.accepted
+        self.is_plain = (
+            accepted.want_token_ids
+            and not accepted.want_text
+            and not accepted.final_only
+            and accepted.sampling.logprobs_top_k is None
+            and len(live.choices) == 1
+        )
+        """Whether its deltas are nothing but token ids, and may travel as columns."""
+        self.cursors = [LogCursor() for _ in live.choices]
+        for index, token_index in enumerate(next_token_indexes):
+            self.cursors[index] = live.choices[index].log.cursor_at(token_index)
+        self.started_sent = False
+        # Who has outputs has had what came before them.
+        self._num_prompt_records = len(live.prompt_logprobs.records) if any(next_token_indexes) else 0
+        self._ended = [False] * len(live.choices)
+        live.subscriptions.append(self)
+
+    def close(self) -> None:
+        """The stream reads no more."""
+        if self in self.live.subscriptions:
+            self.live.subscriptions.remove(self)
+
+    def take(self) -> tuple[list[generation_pb2.GenerationEvent], bool]:
+        """Everything new as events, and whether these are the last ones.
+
+        Raises:
+            DetokenizeError: a token cannot be decoded.
+        """
+        live = self.live
+        if live.accepted.want_text:
+            # Before anything is taken: a text error must not lose what was taken already.
+            for choice in live.choices:
+                if choice.finished is None:
+                    choice.log.decode()
+        events: list[generation_pb2.GenerationEvent] = []
+        if live.times.admitted_ns and not self.started_sent:
+            self.started_sent = True
+            events.append(live.started_event())
+        if live.is_over or not live.accepted.final_only:
+            events += self._take_prompt_logprobs()
+            for choice in live.choices:
+                events += self._take_choice(choice)
+        if live.is_over and live.error is None:
+            events.append(live.finished_event())
+        return events, live.is_over
+
+    def _take_prompt_logprobs(self) -> Iterator[generation_pb2.GenerationEvent]:
+        log = self.live.prompt_logprobs
+        first, self._num_prompt_records = self._num_prompt_records, len(log.records)
+        return log.events(first)
+
+    def _take_choice(self, choice: Choice) -> Iterator[generation_pb2.GenerationEvent]:
+        if self._ended[choice.index]:
+            return
+        delta = self._delta(choice)
+        if delta is not None:
+            yield generation_pb2.GenerationEvent(delta=delta)
+        if choice.finished is not None:
+            self._ended[choice.index] = True
+            yield choice.finished_event()
+
+    def _delta(self, choice: Choice) -> generation_pb2.TokenDelta | None:
+        accepted = self.live.accepted
+        fresh = choice.log.read(self.cursors[choice.index])
+        if fresh is None:
+            return None
+        token_ids = fresh.token_ids if accepted.want_token_ids else ()
+        text = fresh.text if accepted.want_text else ""  # stop strings make text that nobody asked for
+        if not token_ids and not text and not fresh.logprobs:
+            return None
+        return generation_pb2.TokenDelta(
+            choice_index=choice.index,
+            first_token_index=fresh.first_token_index,
+            token_ids=token_ids,
+            text=text,
+            logprobs=to_columns(fresh.logprobs) if fresh.logprobs else None,
+        )
