@@ -6,18 +6,18 @@ import math
 import pytest
 
 from stepahead.client import ChatMessage, GenerateOptions, GenerationRequest, InvalidRequestError
-from stepahead.client.requests import (
+from stepahead.client.messages import (
     cancel_message,
     chat_prompt,
     check_timeout,
     generate_message,
-    make_request,
     tokenize_message,
 )
+from stepahead.client.requests import make_request
 
 
 def message_of(prompt="hi", **options):
-    return generate_message(make_request(prompt, **options), timeout_in_message=True)
+    return generate_message(make_request(prompt, **options), multiplexed=True)
 
 
 @pytest.mark.parametrize(
