@@ -50,8 +50,8 @@ class CompletionStream(FoldedStream):
         self._call: _ResponseCall | None = None
         self._ended = False
         self._cancelled = threading.Event()
-        # Held until the server has been told: leaving waits for a thread that is at it, since closing the client would
-        # end its call.
+        # Held until the server has been told: leaving waits for a thread that is at it, since closing the client
+        # would end its call.
         self._cancelling = threading.RLock()
         self._pending: deque[Delta] = deque()
 
