@@ -98,10 +98,16 @@ def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: 
 def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> None:
     several = (options.get("num_choices") or 1) > 1
     with client.stream(prompt, **options) as stream:
-        for delta in stream:
-            # Several choices speak in turns: mixed, nobody could read them.
-            if not several:
-                click.echo(delta.text, nl=False)
+        try:
+            for delta in stream:
+                # Several choices speak in turns: mixed, nobody could read them.
+                if not several:
+                    click.echo(delta.text, nl=False)
+        except StepaheadError:
+            # The message about it begins a line of its own.
+            if stream.text and not several:
+                click.echo()
+            raise
         completion = stream.completion()
     shows_ids = not any(choice.text for choice in completion.choices) and not client.get_model().has_tokenizer
     for choice in completion.choices:
