@@ -121,6 +121,7 @@ def test_bad_field_is_named(call, fake: FakeServer):
     assert caught.value.field == "sampling.top_p"
     assert caught.value.reason == "BAD_FIELD"
     assert caught.value.metadata == {"limit": "8"}
+    assert (caught.value.limit, caught.value.actual) == (8, None)
     assert caught.value.code == "INVALID_ARGUMENT"
 
 
