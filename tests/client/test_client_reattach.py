@@ -210,6 +210,30 @@ async def test_f6_leaving_early_cancels_by_id_async(fake: FakeServer):
         assert len(fake.cancelled_ids) == 1
 
 
+def test_closing_the_client_cancels_what_still_runs(fake: FakeServer):
+    fake.hang_after(response(started(), delta(0, [1], "a")))
+    client = Client(fake.address)
+    with client.stream("hi", request_id="mine") as stream:
+        next(stream)
+        client.close()
+        with pytest.raises(RequestCancelledError):
+            next(stream)
+    assert fake.cancelled_ids == ["mine"]
+
+
+async def test_closing_the_client_cancels_what_still_runs_async(fake: FakeServer):
+    fake.hang_after(response(started(), delta(0, [1], "a")))
+    client = AsyncClient(fake.address)
+    async with client.stream("hi", request_id="mine") as stream:
+        await anext(stream)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(RequestCancelledError):
+            await reading
+    assert fake.cancelled_ids == ["mine"]
+
+
 @pytest.fixture
 def waiting(fake: FakeServer) -> threading.Event:
     """A server that breaks streams for ever; set once the client waits for its second try or later."""

@@ -62,6 +62,7 @@ class AsyncClient:
         self._timeout = check_timeout(timeout)
         self._call_timeout = check_timeout(call_timeout)
         self.address = address
+        self._streams: set[AsyncCompletionStream] = set()
         self._channel = open_aio_channel(address)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = generation_pb2_grpc.ModelServiceStub(self._channel)
@@ -80,6 +81,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection and cancels what still runs on it. Idempotent."""
+        for stream in tuple(self._streams):
+            await stream.close()
         await self._channel.close()
 
     async def generate(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> Completion:
@@ -96,7 +99,7 @@ class AsyncClient:
     ) -> AsyncCompletionStream:
         """The answer as it is made; see AsyncCompletionStream. Values that do not fit are refused at once."""
         request = with_default_timeout(make_request(prompt, **options), self._timeout)
-        return AsyncCompletionStream(self._generation, request, generate_message(request))
+        return AsyncCompletionStream(self._generation, request, generate_message(request), self._streams)
 
     def multiplex(self) -> AsyncMultiplex:
         """Many requests over one stream; see AsyncMultiplex. Their default timeout is the client's."""

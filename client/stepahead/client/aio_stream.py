@@ -52,9 +52,12 @@ class AsyncCompletionStream(FoldedStream):
         stub: generation_pb2_grpc.GenerationServiceStub,
         request: GenerationRequest,
         message: generation_pb2.GenerateRequest,
+        open_streams: "set[AsyncCompletionStream]",
     ) -> None:
         super().__init__(request, message)
         self._stub = stub
+        # The client's, which closes them.
+        self._open_streams = open_streams
         self._call: _ResponseCall | None = None
         self._cancel_call: _CancelCall | None = None
         self._ended = False
@@ -75,10 +78,21 @@ class AsyncCompletionStream(FoldedStream):
         self._call.cancel()
         self._cancel_on_server()
 
+    async def close(self) -> None:
+        """Cancels what has not ended and waits until the server knows, as leaving the stream does. Idempotent."""
+        self.cancel()
+        self._ended = True
+        self._open_streams.discard(self)
+        if self._cancel_call is not None:
+            # The way to wait that never raises. Best effort: if the call fails, the request ends by itself when its
+            # window is over.
+            await self._cancel_call.code()
+
     async def __aenter__(self) -> Self:
         if self._call is not None:
             raise RuntimeError("a stream can be entered once")
         self._start_clock(time.monotonic())
+        self._open_streams.add(self)
         self._call = cast(_ResponseCall, self._stub.Generate(self._message, timeout=self._timeout_s))
         return self
 
@@ -88,12 +102,7 @@ class AsyncCompletionStream(FoldedStream):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.cancel()
-        self._ended = True
-        if self._cancel_call is not None:
-            # The way to wait that never raises. Best effort: if the call fails, the request ends by itself when its
-            # window is over.
-            await self._cancel_call.code()
+        await self.close()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -154,7 +163,7 @@ class AsyncCompletionStream(FoldedStream):
         return self._call
 
     def _cancel_on_server(self) -> None:
-        """Ends a request that would outlive its stream; `__aexit__` waits for it."""
+        """Ends a request that would outlive its stream; `close` waits for it."""
         if self._outlives_stream:
             call = self._stub.Cancel(self._cancel_message(), timeout=CANCEL_TIMEOUT_S)
             self._cancel_call = cast(_CancelCall, call)

@@ -62,6 +62,7 @@ class Client:
         self._timeout = check_timeout(timeout)
         self._call_timeout = check_timeout(call_timeout)
         self.address = address
+        self._streams: set[CompletionStream] = set()
         self._channel = open_channel(address)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = generation_pb2_grpc.ModelServiceStub(self._channel)
@@ -80,6 +81,8 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and cancels what still runs on it. Idempotent."""
+        for stream in tuple(self._streams):
+            stream.cancel()
         self._channel.close()
 
     def generate(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> Completion:
@@ -94,7 +97,7 @@ class Client:
     def stream(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> CompletionStream:
         """The answer as it is made; see CompletionStream. Values that do not fit are refused at once."""
         request = with_default_timeout(make_request(prompt, **options), self._timeout)
-        return CompletionStream(self._generation, request, generate_message(request))
+        return CompletionStream(self._generation, request, generate_message(request), self._streams)
 
     def cancel(self, request_ids: Sequence[str]) -> dict[str, CancelOutcome]:
         """Ends requests by id; says for each what was found."""

@@ -44,9 +44,12 @@ class CompletionStream(FoldedStream):
         stub: generation_pb2_grpc.GenerationServiceStub,
         request: GenerationRequest,
         message: generation_pb2.GenerateRequest,
+        open_streams: "set[CompletionStream]",
     ) -> None:
         super().__init__(request, message)
         self._stub = stub
+        # The client's, which closes them.
+        self._open_streams = open_streams
         self._call: _ResponseCall | None = None
         self._ended = False
         self._cancelled = threading.Event()
@@ -74,6 +77,7 @@ class CompletionStream(FoldedStream):
         if self._call is not None:
             raise RuntimeError("a stream can be entered once")
         self._start_clock(time.monotonic())
+        self._open_streams.add(self)
         self._call = cast(_ResponseCall, self._stub.Generate(self._message, timeout=self._timeout_s))
         return self
 
@@ -85,6 +89,7 @@ class CompletionStream(FoldedStream):
     ) -> None:
         self.cancel()
         self._ended = True
+        self._open_streams.discard(self)
 
     def __iter__(self) -> Iterator[Delta]:
         return self
