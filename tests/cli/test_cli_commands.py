@@ -1,6 +1,7 @@
 """The commands that talk to a server: output, JSON, exit codes."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -10,16 +11,20 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from stepahead.cli import local_services, services
 from stepahead.cli.failures import StackError
+from stepahead.v1 import generation_pb2
 from tests.client.fake_server import (
     WAIT_S,
     FakeServer,
     choice_finished,
+    columns,
     delta,
     failing,
     finished,
+    prompt_logprobs,
     response,
     retry_status,
     small_steps,
@@ -50,6 +55,7 @@ def test_generate_json_prints_one_object(stepahead, fake: FakeServer):
             "total_ms": 10.0,
             "preemptions": 0,
         },
+        "choices": [{"text": "Small steps help", "token_ids": [1, 2, 3], "finish_reason": "stop", "matched": "."}],
     }
 
 
@@ -67,6 +73,62 @@ def test_generate_sends_its_options(stepahead, fake: FakeServer):
     assert sent.stopping.ignore_eos
     assert not sent.stopping.HasField("include_stop_in_output")
     assert sent.model == "fake"
+    assert not sent.HasField("constraint")
+    assert not sent.logprobs.HasField("output_top_k")
+
+
+def test_generate_sends_every_way_to_draw(stepahead, fake: FakeServer):
+    stepahead(
+        "generate", "hi", "--address", fake.address, "--repetition-penalty", "1.5", "--frequency-penalty", "-1",
+        "--presence-penalty", "2", "--logit-bias", "7=-2.5", "--logit-bias", "9=1", "--bad-words", "1,2",
+        "--bad-words", "3", "--allowed-token-ids", "4,5", "--processed-logprobs", "--logprobs", "0", "--priority",
+        "-3", "--cache-salt", "mine", "--reattach-window", "0",
+    )  # fmt: skip
+    sent = fake.requests[0]
+    sampling = sent.sampling
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, -1, 2)
+    assert [(each.token_id, each.bias) for each in sampling.logit_bias] == [(7, -2.5), (9, 1)]
+    assert [list(word.ids) for word in sampling.bad_words] == [[1, 2], [3]]
+    assert list(sampling.allowed_token_ids) == [4, 5]
+    assert sent.logprobs.kind == generation_pb2.LogprobParams.KIND_PROCESSED
+    assert sent.logprobs.HasField("output_top_k")
+    assert (sent.scheduling.priority, sent.scheduling.cache_salt) == (-3, "mine")
+    assert not sent.scheduling.HasField("reattach_window_ms")
+
+
+def test_lists_come_from_the_environment_too(stepahead, fake: FakeServer):
+    env = {
+        "STEPAHEAD_ADDRESS": fake.address,
+        "STEPAHEAD_LOGIT_BIAS": "7=-2.5 9=1",
+        "STEPAHEAD_BAD_WORDS": "1,2 3",
+        "STEPAHEAD_CHOICE": "yes\nno way",
+        "STEPAHEAD_REATTACH_WINDOW": "5",
+    }
+    stepahead("generate", "hi", env=env)
+    sent = fake.requests[0]
+    assert [each.token_id for each in sent.sampling.logit_bias] == [7, 9]
+    assert [list(word.ids) for word in sent.sampling.bad_words] == [[1, 2], [3]]
+    assert list(sent.constraint.choices.choices) == ["yes", "no way"]
+    assert sent.scheduling.reattach_window_ms == 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "value"),
+    [
+        (("--json-schema", '{"type": "object"}'), "json_schema", '{"type": "object"}'),
+        (("--json-schema", "@{file}"), "json_schema", "from a file"),
+        (("--grammar", "@{file}"), "grammar", "from a file"),
+        (("--json-object",), "json_object", True),
+        (("--regex", "@[a-z]+"), "regex", "@[a-z]+"),
+    ],
+)
+def test_generate_restricts_the_answer(stepahead, fake: FakeServer, tmp_path: Path, arguments, kind, value):
+    (tmp_path / "file").write_text("from a file")
+    filled = [each.replace("{file}", str(tmp_path / "file")) for each in arguments]
+    assert stepahead("generate", "hi", "--address", fake.address, *filled).exit_code == 0
+    constraint = fake.requests[0].constraint
+    assert constraint.WhichOneof("kind") == kind
+    assert getattr(constraint, kind) == value
 
 
 def test_options_come_from_the_environment_too(stepahead, fake: FakeServer):
@@ -101,7 +163,7 @@ def test_several_choices_are_all_printed(stepahead, fake: FakeServer):
         ]
     )
     arguments = ("generate", "hi", "--num-choices", "2", "--address", fake.address)
-    assert stepahead(*arguments).stdout == "b\n--- choice 1\na\n"
+    assert stepahead(*arguments).stdout == "--- choice 0 (length)\nb\n--- choice 1 (length)\na\n"
     choices = json.loads(stepahead(*arguments, "--json").stdout)["choices"]
     assert [each["text"] for each in choices] == ["b", "a"]
 
@@ -111,27 +173,80 @@ def test_without_a_tokenizer_the_ids_are_printed(stepahead, fake: FakeServer):
         [response(started(), delta(0, [7, 8])), response(choice_finished(2), finished(2))]
     )
     assert stepahead("generate", "--token-ids", "1", "--address", fake.address).stdout == "7,8\n"
+    fake.generate = lambda request, context: iter(
+        [
+            response(started(), delta(0, [7, 8]), delta(0, [9], choice=1)),
+            response(choice_finished(2), choice_finished(1, choice=1), finished(3)),
+        ]
+    )
+    result = stepahead("generate", "--token-ids", "1", "--num-choices", "2", "--address", fake.address)
+    assert result.stdout == "--- choice 0 (length)\n7,8\n--- choice 1 (length)\n9\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("hi", "--token-ids", "1"), ("--token-ids", "x")])
-def test_unclear_input_is_a_usage_error(stepahead, arguments):
-    assert stepahead("generate", *arguments).exit_code == 2
+def test_log_probabilities_are_printed_and_part_of_the_json(stepahead, fake: FakeServer):
+    likely = columns((-0.5, 1, [(7, -0.5), (8, -math.inf)]))
+    fake.generate = lambda request, context: iter(
+        [
+            response(started(), prompt_logprobs(1, (-2.0, 3, []))),
+            response(delta(0, [7], "a", logprobs=likely), choice_finished(1), finished(1)),
+        ]
+    )
+    arguments = ("generate", "--token-ids", "5,6", "--logprobs", "2", "--prompt-logprobs", "0")
+    printed = stepahead(*arguments, "--address", fake.address).stdout
+    assert printed == "a\n       7   -0.5000  rank 1       7: -0.5000  8: -inf\n"
+    rendered = json.loads(stepahead(*arguments, "--json", "--address", fake.address).stdout)
+    entry = {
+        "token_id": 7,
+        "logprob": -0.5,
+        "rank": 1,
+        "top": [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": None}],
+    }
+    assert rendered["logprobs"] == [entry] == rendered["choices"][0]["logprobs"]
+    assert rendered["prompt_logprobs"] == [None, {"token_id": 6, "logprob": -2.0, "rank": 3, "top": []}]
+    assert (fake.requests[0].logprobs.output_top_k, fake.requests[0].logprobs.HasField("prompt_top_k")) == (2, True)
+
+
+def test_a_failure_after_some_text_begins_a_line_of_its_own(stepahead, fake: FakeServer):
+    fake.generate = failing(violation("constraint"), response(started(), delta(0, [1], "Small")))
+    result = stepahead("generate", "hi", "--address", fake.address)
+    assert (result.stdout, len(result.stderr.splitlines())) == ("Small\n", 1)
 
 
 @pytest.mark.parametrize(
-    ("status", "exit_code", "parts"),
+    ("arguments", "text"),
     [
-        (violation("sampling.top_p"), 2, ["INVALID_ARGUMENT: sampling.top_p is wrong"]),
-        (retry_status(grpc.StatusCode.NOT_FOUND, 0), 2, ["NOT_FOUND"]),
-        (retry_status(grpc.StatusCode.RESOURCE_EXHAUSTED, 500), 3, ["try again in 0.5 s"]),
-        (retry_status(grpc.StatusCode.UNAVAILABLE, 500), 3, ["UNAVAILABLE", "try later"]),
-        (retry_status(grpc.StatusCode.INTERNAL, 0), 1, ["INTERNAL"]),
+        ((), "exactly one of"),
+        (("hi", "--token-ids", "1"), "exactly one of"),
+        (("--token-ids", "x"), "no list of token ids"),
+        (("hi", "--logit-bias", "7"), "no bias of a token"),
+        (("hi", "--logit-bias", "7=1", "--logit-bias", "7=2"), "a token id occurs twice"),
+        (("hi", "--json-schema", "@/no/such/file"), "cannot read"),
+        (("hi", "--regex", "a", "--json-object"), "json_object and regex exclude each other"),
+        (("hi", "--max-tokens", "-1"), "stopping.max_tokens: -1"),
     ],
 )
-def test_failure_is_one_line_and_an_exit_code(stepahead, fake: FakeServer, status, exit_code, parts):
+def test_unclear_input_is_a_usage_error(stepahead, arguments, text):
+    result = stepahead("generate", *arguments, "--address", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "parts"),
+    [
+        (violation("sampling.top_p"), ["INVALID_ARGUMENT: sampling.top_p is wrong"]),
+        (retry_status(grpc.StatusCode.NOT_FOUND, 0), ["NOT_FOUND"]),
+        (retry_status(grpc.StatusCode.RESOURCE_EXHAUSTED, 500), ["try again in 0.5 s"]),
+        (retry_status(grpc.StatusCode.UNAVAILABLE, 500), ["UNAVAILABLE", "try later"]),
+        (status_pb2.Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]), ["try again later"]),
+        (status_pb2.Status(code=grpc.StatusCode.DEADLINE_EXCEEDED.value[0]), ["--timeout"]),
+        (retry_status(grpc.StatusCode.INTERNAL, 0), ["INTERNAL"]),
+    ],
+)
+def test_failure_is_one_line_on_stderr_and_exit_code_1(stepahead, fake: FakeServer, status, parts):
     fake.generate = failing(status)
     result = stepahead("generate", "hi", "--address", fake.address)
-    assert result.exit_code == exit_code
+    assert (result.exit_code, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1
     for part in parts:
         assert part in result.stderr
@@ -152,9 +267,10 @@ def test_value_that_does_not_fit_is_bad_input_without_a_server(stepahead):
 
 
 def test_nobody_listening_says_how_to_start_a_server(stepahead):
-    result = stepahead("status", "--address", "127.0.0.1:1")
-    assert result.exit_code == 3
-    assert "stepahead up" in result.stderr
+    for arguments in (("status",), ("generate", "hi"), ("chat", "hi")):
+        result = stepahead(*arguments, "--address", "127.0.0.1:1")
+        assert result.exit_code == 1
+        assert "stepahead up" in result.stderr
 
 
 def test_file_of_requests_keeps_order_and_reports_each_failure(stepahead, fake: FakeServer, tmp_path: Path):
@@ -169,7 +285,7 @@ def test_file_of_requests_keeps_order_and_reports_each_failure(stepahead, fake: 
     lines = [
         {"prompt": "one", "request_id": "a"},
         {"prompt": "bad", "request_id": "b"},
-        {"prompt": "three", "request_id": "c", "max_tokens": 9},
+        {"prompt": "three", "request_id": "c", "max_tokens": 9, "logit_bias": {"3": -1.5}},
     ]
     path.write_text("\n\n".join(map(json.dumps, lines)))
     arguments = ("generate", "--input", str(path), "--address", fake.address, "--max-tokens", "4")
@@ -178,8 +294,9 @@ def test_file_of_requests_keeps_order_and_reports_each_failure(stepahead, fake: 
     assert [each["request_id"] for each in objects] == ["a", "b", "c"]
     assert [each.get("text") for each in objects] == ["ONE", None, "THREE"]
     assert objects[1]["error"]["fields"] == ["sampling.top_p"]
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert {each.request_id: each.stopping.max_tokens for each in fake.requests} == {"a": 4, "b": 4, "c": 9}
+    assert [(each.token_id, each.bias) for each in fake.requests[-1].sampling.logit_bias] == [(3, -1.5)]
     assert stepahead(*arguments).stdout == "ONE\nTHREE\n"
 
 
@@ -190,6 +307,7 @@ def test_file_of_requests_keeps_order_and_reports_each_failure(stepahead, fake: 
         ("[1]", "line 1: not an object"),
         ("{", "line 1:"),
         ('{"max_tokens": 3}', "line 1: prompt must be"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 1: logit_bias: 'x' is no token id"),
     ],
 )
 def test_bad_line_of_a_request_file_is_named(stepahead, line, text):
@@ -259,7 +377,7 @@ def test_chat_stops_an_answer_at_ctrl_c_and_goes_on(stepahead, fake: FakeServer)
 
 
 def test_chat_without_a_server_fails_before_anything_is_typed(stepahead):
-    assert stepahead("chat", "--address", "127.0.0.1:1", stdin="hi\n").exit_code == 3
+    assert stepahead("chat", "--address", "127.0.0.1:1", stdin="hi\n").exit_code == 1
 
 
 def test_f6_ctrl_c_cancels_the_request_and_exits_130(fake: FakeServer):

@@ -1,7 +1,7 @@
 # ruff: noqa: N802 - the generated servicers name their methods after the calls
 """A scriptable stand-in for the scheduler's public services.
 
-A test sets `generate` (and `multiplex`) to a generator function; unary calls answer from attributes. It is
+A test sets `generate` (`attach`, `multiplex`) to a generator function; unary calls answer from attributes. It is
 a threaded server on purpose: blocking and asyncio clients are tested against the same one, in a process
 with one event loop.
 """
@@ -24,6 +24,9 @@ from stepahead.v1 import (
     operations_pb2_grpc,
 )
 
+AttachScript = Callable[
+    [generation_pb2.AttachRequest, grpc.ServicerContext], Iterator[generation_pb2.AttachResponse]
+]
 Script = Callable[[generation_pb2.GenerateRequest, grpc.ServicerContext], Iterator[generation_pb2.GenerateResponse]]
 WAIT_S = 30.0
 
@@ -41,9 +44,36 @@ def started(request_id: str = "r1", prompt_tokens: int = 3, **stopping: Any) -> 
     )
 
 
-def delta(first: int, ids: Sequence[int], text: str = "", choice: int = 0) -> generation_pb2.GenerationEvent:
+def delta(
+    first: int,
+    ids: Sequence[int],
+    text: str = "",
+    choice: int = 0,
+    logprobs: generation_pb2.LogprobColumns | None = None,
+) -> generation_pb2.GenerationEvent:
     return generation_pb2.GenerationEvent(
-        delta=generation_pb2.TokenDelta(choice_index=choice, first_token_index=first, token_ids=ids, text=text)
+        delta=generation_pb2.TokenDelta(
+            choice_index=choice, first_token_index=first, token_ids=ids, text=text, logprobs=logprobs
+        )
+    )
+
+
+def columns(*entries: tuple[float, int, list[tuple[int, float]]]) -> generation_pb2.LogprobColumns:
+    """Entries of (log probability, rank, best ones) as columns."""
+    return generation_pb2.LogprobColumns(
+        token_logprobs=[logprob for logprob, _, _ in entries],
+        ranks=[rank for _, rank, _ in entries],
+        top_counts=[len(top) for _, _, top in entries],
+        top_token_ids=[token_id for _, _, top in entries for token_id, _ in top],
+        top_logprobs=[logprob for _, _, top in entries for _, logprob in top],
+    )
+
+
+def prompt_logprobs(
+    first: int, *entries: tuple[float, int, list[tuple[int, float]]]
+) -> generation_pb2.GenerationEvent:
+    return generation_pb2.GenerationEvent(
+        prompt_logprobs=generation_pb2.PromptLogprobs(first_position=first, logprobs=columns(*entries))
     )
 
 
@@ -133,6 +163,17 @@ def failing(status: status_pb2.Status, *before: generation_pb2.GenerateResponse)
     return script
 
 
+def broken(*before: generation_pb2.GenerateResponse) -> Script:
+    """A script that sends `before` and then breaks as a lost connection does: UNAVAILABLE without details."""
+    return failing(status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="Socket closed"), *before)
+
+
+def unknown_request(
+    request: generation_pb2.AttachRequest, context: grpc.ServicerContext
+) -> Iterator[generation_pb2.AttachResponse]:
+    context.abort(grpc.StatusCode.NOT_FOUND, "no such request")
+
+
 def default_status() -> operations_pb2.GetStatusResponse:
     status = operations_pb2.GetStatusResponse(
         version="0.1.0", model="fake", state=operations_pb2.SCHEDULER_STATE_SERVING, overlap_depth=1
@@ -158,7 +199,10 @@ class FakeServer(
     def __init__(self) -> None:
         self.generate: Script = small_steps
         self.multiplex: Callable[[Any, grpc.ServicerContext], Iterator[generation_pb2.MultiplexResponse]]
+        self.attach: AttachScript = unknown_request
         self.requests: list[generation_pb2.GenerateRequest] = []
+        self.attaches: list[generation_pb2.AttachRequest] = []
+        self.cancelled_ids: list[str] = []
         self.deadlines_s: list[float | None] = []
         self.status = default_status()
         self.call_ended = threading.Event()
@@ -190,11 +234,16 @@ class FakeServer(
         context.add_callback(self.call_ended.set)
         yield from self.generate(request, context)
 
+    def Attach(self, request, context):
+        self.attaches.append(request)
+        yield from self.attach(request, context)
+
     def Multiplex(self, request_iterator, context):
         context.add_callback(self.call_ended.set)
         yield from self.multiplex(request_iterator, context)
 
     def Cancel(self, request, context):
+        self.cancelled_ids += request.request_ids
         outcomes = [
             generation_pb2.CANCEL_OUTCOME_CANCELLED
             if request_id == "live"

@@ -74,8 +74,16 @@ def test_options_reach_the_server_and_unset_ones_stay_unset(call, fake: FakeServ
     assert list(sent.stopping.stop_strings) == ["x"]
     assert not sent.stopping.HasField("min_tokens")
     assert not sent.HasField("num_choices")
-    assert not sent.scheduling.HasField("timeout_ms")
+    # A request that outlives its call carries its own timeout and an id; else the call's deadline is enough.
+    assert (sent.scheduling.timeout_ms, sent.scheduling.reattach_window_ms) == (900_000, 30_000)
+    assert len(sent.request_id) == 32
     assert 0 < fake.deadlines_s[0] < 1000
+    call("generate", "hi", timeout=900.0, reattach_window=0)
+    sent = fake.requests[1]
+    assert not sent.scheduling.HasField("timeout_ms")
+    assert not sent.scheduling.HasField("reattach_window_ms")
+    assert sent.request_id == ""
+    assert 0 < fake.deadlines_s[1] < 1000
 
 
 def test_chat_sends_turns_from_values_and_from_mappings(call, fake: FakeServer):
@@ -113,6 +121,7 @@ def test_bad_field_is_named(call, fake: FakeServer):
     assert caught.value.field == "sampling.top_p"
     assert caught.value.reason == "BAD_FIELD"
     assert caught.value.metadata == {"limit": "8"}
+    assert (caught.value.limit, caught.value.actual) == (8, None)
     assert caught.value.code == "INVALID_ARGUMENT"
 
 

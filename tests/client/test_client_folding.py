@@ -2,10 +2,10 @@
 
 import pytest
 
-from stepahead.client import GenerationRequest, Phase, ProtocolError
+from stepahead.client import GenerationRequest, Phase, ProtocolError, TokenLogprob
 from stepahead.client.folding import CompletionFold
 from stepahead.v1 import generation_pb2
-from tests.client.fake_server import choice_finished, delta, finished, keepalive, started
+from tests.client.fake_server import choice_finished, columns, delta, finished, keepalive, prompt_logprobs, started
 
 
 def fold_of(*events, **options):
@@ -31,6 +31,9 @@ def fold_of(*events, **options):
             "after the end",
         ),
         ([started(), choice_finished(0, 9)], "unknown finish reason 9"),
+        ([started(), prompt_logprobs(2, (-1.0, 1, []))], "continued at position 2, expected 1"),
+        ([started(), *[prompt_logprobs(1, (-1.0, 1, []))] * 2], "continued at position 1, expected 2"),
+        ([started(), delta(0, [1, 2], logprobs=columns((-1.0, 1, [])))], "different lengths"),
     ],
 )
 def test_broken_order_is_a_protocol_error(events, text):
@@ -69,6 +72,47 @@ def test_without_token_ids_the_indexes_are_the_servers_own():
     )
     assert fold.completion().text == "ab"
     assert fold.completion().choices[0].output_tokens == 6
+
+
+def test_choices_take_turns_and_keep_their_log_probabilities():
+    fold = CompletionFold(GenerationRequest(prompt="hi", num_choices=2))
+    likely = [columns((-0.5, 1, [(token, -0.5), (9, -4.0)])) for token in range(3)]
+    deltas = fold.feed(
+        [
+            started(),
+            prompt_logprobs(1, (-1.0, 1, []), (-2.0, 2, [])),
+            prompt_logprobs(3, (-3.0, 3, [])),
+            delta(0, [0], "a", logprobs=likely[0]),
+            delta(0, [1], "x", choice=1, logprobs=likely[1]),
+            delta(1, [2], "b", logprobs=likely[2]),
+            choice_finished(1, choice=1),
+            choice_finished(2),
+            finished(3),
+        ]
+    )
+    completion = fold.completion()
+    assert [each.text for each in completion.choices] == ["ab", "x"]
+    assert [[entry.token_id for entry in each.logprobs] for each in completion.choices] == [[0, 2], [1]]
+    assert completion.logprobs[1] == TokenLogprob(2, -0.5, 1, ((2, -0.5), (9, -4.0)))
+    assert [each.logprobs[0].top[0] for each in deltas] == [(0, -0.5), (1, -0.5), (2, -0.5)]
+    # The prompt was text: nobody but the server knows its tokens.
+    assert [each and (each.token_id, each.rank) for each in completion.prompt_logprobs] == [
+        None,
+        (None, 1),
+        (None, 2),
+        (None, 3),
+    ]
+
+
+def test_log_probabilities_without_token_ids():
+    fold = fold_of(
+        started(),
+        delta(0, [], "ab", logprobs=columns((-0.5, 1, []), (-1.5, 2, []))),
+        choice_finished(2),
+        finished(2),
+        token_ids=False,
+    )
+    assert [(each.token_id, each.logprob) for each in fold.completion().logprobs] == [(None, -0.5), (None, -1.5)]
 
 
 def test_later_events_do_not_change_what_was_handed_out():

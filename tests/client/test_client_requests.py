@@ -6,18 +6,19 @@ import math
 import pytest
 
 from stepahead.client import ChatMessage, GenerateOptions, GenerationRequest, InvalidRequestError
-from stepahead.client.requests import (
+from stepahead.client.messages import (
     cancel_message,
     chat_prompt,
     check_timeout,
     generate_message,
-    make_request,
     tokenize_message,
 )
+from stepahead.client.requests import make_request
+from stepahead.v1 import generation_pb2
 
 
 def message_of(prompt="hi", **options):
-    return generate_message(make_request(prompt, **options), timeout_in_message=True)
+    return generate_message(make_request(prompt, **options), multiplexed=True)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,24 @@ def message_of(prompt="hi", **options):
         ({"timeout": 0}, "scheduling.timeout_ms"),
         ({"timeout": math.nan}, "scheduling.timeout_ms"),
         ({"queue_timeout": -1.0}, "scheduling.queue_timeout_ms"),
+        ({"repetition_penalty": "x"}, "sampling.repetition_penalty"),
+        ({"logit_bias": {5: 1.0, -1: 1.0}}, "sampling.logit_bias[1].token_id"),
+        ({"logit_bias": {5: "x"}}, "sampling.logit_bias[0].bias"),
+        ({"logit_bias": [(5, 1.0)]}, "sampling.logit_bias"),
+        ({"bad_words": [[1], [2, -1]]}, "sampling.bad_words[1][1]"),
+        ({"bad_words": "x"}, "sampling.bad_words"),
+        ({"bad_words": [1]}, "sampling.bad_words[0]"),
+        ({"allowed_token_ids": [-1]}, "sampling.allowed_token_ids[0]"),
+        ({"logprobs": -1}, "logprobs.output_top_k"),
+        ({"prompt_logprobs": True}, "logprobs.prompt_top_k"),
+        ({"processed_logprobs": 1}, "logprobs.kind"),
+        ({"priority": 2**31}, "scheduling.priority"),
+        ({"cache_salt": b"x"}, "scheduling.cache_salt"),
+        ({"reattach_window": -1.0}, "scheduling.reattach_window_ms"),
+        ({"json_schema": {"x": object()}}, "constraint.json_schema"),
+        ({"json_object": "yes"}, "constraint.json_object"),
+        ({"regex": 5}, "constraint.regex"),
+        ({"choices": "yes"}, "constraint.choices.choices"),
         ({"prompt": [1, -1]}, "token_ids.ids[1]"),
         ({"prompt": [1, 2**32]}, "token_ids.ids[1]"),
         ({"prompt": "a\ud800"}, "text"),
@@ -53,6 +72,61 @@ def test_value_that_does_not_fit_is_named(options, field):
         message_of(**{"prompt": "hi", **options})
     assert caught.value.field == field
     assert field in caught.value.message
+
+
+def test_constraints_exclude_each_other_by_name():
+    with pytest.raises(InvalidRequestError, match="regex and choices exclude each other") as caught:
+        message_of(regex="a", choices=["a"], json_object=False, json_schema=None)
+    assert caught.value.field == "constraint"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "value"),
+    [
+        ({"json_schema": '{"type": "object"}'}, "json_schema", '{"type": "object"}'),
+        ({"json_schema": {"enum": ["é"]}}, "json_schema", '{"enum": ["é"]}'),
+        ({"json_schema": {}}, "json_schema", "{}"),
+        ({"json_object": True}, "json_object", True),
+        ({"regex": ""}, "regex", ""),
+        ({"grammar": "start: /a/"}, "grammar", "start: /a/"),
+        ({"choices": ["yes", "no"]}, "choices", generation_pb2.ChoiceConstraint(choices=["yes", "no"])),
+        ({"choices": []}, "choices", generation_pb2.ChoiceConstraint()),
+    ],
+)
+def test_a_constraint_is_sent_as_its_kind(options, kind, value):
+    constraint = message_of(**options).constraint
+    assert constraint.WhichOneof("kind") == kind
+    assert getattr(constraint, kind) == value
+
+
+def test_ways_to_draw_are_sent_and_unset_ones_stay_unset():
+    assert not message_of().HasField("constraint")
+    plain = message_of().sampling
+    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        assert not plain.HasField(name)
+    message = message_of(
+        repetition_penalty=1.5,
+        logit_bias={7: -2.5},
+        bad_words=[(1, 2)],
+        allowed_token_ids=(4,),
+        logprobs=0,
+        priority=0,
+    )
+    assert message.sampling.repetition_penalty == 1.5
+    assert [(each.token_id, each.bias) for each in message.sampling.logit_bias] == [(7, -2.5)]
+    assert [list(each.ids) for each in message.sampling.bad_words] == [[1, 2]]
+    assert list(message.sampling.allowed_token_ids) == [4]
+    assert (message.logprobs.HasField("output_top_k"), message.logprobs.HasField("prompt_top_k")) == (True, False)
+    assert message.scheduling.HasField("priority")
+
+
+def test_only_a_request_that_outlives_its_call_gets_an_id():
+    first, second = (generate_message(make_request("hi")) for _ in range(2))
+    assert first.scheduling.reattach_window_ms == 30_000
+    assert "" != first.request_id != second.request_id
+    assert generate_message(make_request("hi", reattach_window=0)).request_id == ""
+    multiplexed = message_of(reattach_window=5.0)
+    assert (multiplexed.request_id, multiplexed.scheduling.HasField("reattach_window_ms")) == ("", False)
 
 
 def test_all_violations_are_reported_at_once():

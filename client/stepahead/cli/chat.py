@@ -8,6 +8,7 @@ import click
 from stepahead.cli.failures import describe
 from stepahead.cli.generate import show_statistics
 from stepahead.cli.options import CONTEXT_SETTINGS, address_option, generation_options
+from stepahead.cli.rendering import logprob_lines
 from stepahead.client import ChatMessage, Client, GenerateOptions, StepaheadError, UnavailableError
 
 _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
@@ -62,6 +63,8 @@ class Conversation:
             finally:
                 click.echo()
         self.turns = (*asked, ChatMessage("assistant", completion.text))
+        for line in logprob_lines(completion.choices[0]):
+            click.echo(line)
         if sys.stdout.isatty():
             show_statistics(completion)
 

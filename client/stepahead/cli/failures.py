@@ -1,9 +1,9 @@
-"""How the command ends when something fails: one line that says what, where and what to do, and an exit code.
+"""How the command ends when something fails: an exit code, and one line on stderr.
 
 0    done
-1    anything not listed here
-2    bad input: a wrong option, a refused field, an unknown model
-3    nobody serves, or not now: worth another try
+1    it failed: the server refused (the line names the field), or nobody serves (it says what to do next)
+2    usage: a wrong option or argument, found before anything was sent
+3    `health` only: the service takes no work
 130  interrupted
 """
 
@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from stepahead.client import (
-    AlreadyExistsError,
+    DeadlineError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -20,7 +20,7 @@ from stepahead.client import (
 )
 
 EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
+EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
 EXIT_INTERRUPTED = 130
 
@@ -45,11 +45,8 @@ class StackInterrupted(Exception):
 
 def exit_code_of(error: StepaheadError) -> int:
     """The exit code for an error of the client."""
-    if isinstance(error, InvalidRequestError | NotFoundError | AlreadyExistsError):
-        return EXIT_BAD_INPUT
-    if isinstance(error, UnavailableError | OverloadedError):
-        return EXIT_UNAVAILABLE
-    return EXIT_FAILURE
+    # Only this side refuses a field without the server's reason: the value fits no message.
+    return EXIT_USAGE if isinstance(error, InvalidRequestError) and not error.reason else EXIT_FAILURE
 
 
 def describe(error: StepaheadError) -> str:
@@ -69,6 +66,10 @@ def _hint(error: StepaheadError) -> str:
         return f"try again in {error.retry_delay_s:g} s"
     if isinstance(error, UnavailableError):
         return "is a server running there? `stepahead up --model ...` starts one, --address names another"
+    if isinstance(error, OverloadedError):
+        return "try again later, or ask another server: --address"
+    if isinstance(error, DeadlineError):
+        return "--timeout and --queue-timeout allow more"
     if isinstance(error, NotFoundError):
         return "`stepahead status` shows what is served"
     return ""

@@ -17,7 +17,7 @@ from stepahead.cli.options import (
     generation_options,
     json_option,
 )
-from stepahead.cli.rendering import Json, completion_object, decode_rate, error_object
+from stepahead.cli.rendering import Json, completion_object, decode_rate, error_object, logprob_lines
 from stepahead.cli.request_file import read_requests
 from stepahead.client import (
     AsyncClient,
@@ -96,17 +96,26 @@ def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: 
 
 
 def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> None:
+    several = (options.get("num_choices") or 1) > 1
     with client.stream(prompt, **options) as stream:
-        for delta in stream:
-            # Other choices would be mixed into the first one's text; they follow at the end.
-            if delta.choice_index == 0:
-                click.echo(delta.text, nl=False)
+        try:
+            for delta in stream:
+                # Several choices speak in turns: mixed, nobody could read them.
+                if not several:
+                    click.echo(delta.text, nl=False)
+        except StepaheadError:
+            # The message about it begins a line of its own.
+            if stream.text and not several:
+                click.echo()
+            raise
         completion = stream.completion()
-    if not completion.text and not client.get_model().has_tokenizer:
-        click.echo(",".join(map(str, completion.token_ids)), nl=False)
-    click.echo()
-    for choice in completion.choices[1:]:
-        click.echo(f"--- choice {choice.index}\n{choice.text}")
+    shows_ids = not any(choice.text for choice in completion.choices) and not client.get_model().has_tokenizer
+    for choice in completion.choices:
+        if several:
+            click.echo(f"--- choice {choice.index} ({choice.finish_reason.value})\n{choice.text}", nl=False)
+        click.echo(",".join(map(str, choice.token_ids)) if shows_ids else "")
+        for line in logprob_lines(choice):
+            click.echo(line)
     if sys.stdout.isatty():
         show_statistics(completion)
 
@@ -145,7 +154,8 @@ async def _generate_all(address: str, requests: list[GenerationRequest], concurr
             if as_json:
                 click.echo(json.dumps(_outcome_object(request, outcome)))
             elif isinstance(outcome, Completion):
-                click.echo(outcome.text)
+                for choice in outcome.choices:
+                    click.echo(choice.text)
     return exit_code
 
 

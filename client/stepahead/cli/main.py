@@ -58,5 +58,5 @@ def main() -> None:
     """Serve language models, and talk to them.
 
     Every option is also an environment variable: --max-tokens is STEPAHEAD_MAX_TOKENS. Exit codes: 0 done,
-    2 bad input, 3 nobody serves (or not now), 130 interrupted, 1 anything else.
+    2 wrong usage, 130 interrupted, 1 anything else: stderr says what, and what to do next.
     """

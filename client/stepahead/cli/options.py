@@ -5,6 +5,7 @@ STEPAHEAD_MAX_TOKENS. An option that would read the wrong variable that way name
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import click
@@ -37,10 +38,42 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is no list of token ids such as 1,2,3", param, ctx)
 
 
-class StopText(click.types.StringParamType):
-    """A stop text, which may hold blanks: an environment variable has one per line."""
+class LineText(click.types.StringParamType):
+    """One of several texts, which may hold blanks: an environment variable has one per line."""
 
     envvar_list_splitter = "\n"
+
+
+class TokenBias(click.ParamType[tuple[int, float]]):
+    """A token id and its bias."""
+
+    name = "ID=BIAS"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        """Parses the option's text."""
+        token_id, _, bias = str(value).partition("=")
+        try:
+            return int(token_id), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is no bias of a token such as 7=-2.5", param, ctx)
+
+
+class TextOrFile(click.ParamType[str]):
+    """A text, or @ and the name of the file that holds it."""
+
+    name = "TEXT|@FILE"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Reads the file, if one is named."""
+        text = str(value)
+        if not text.startswith("@"):
+            return text
+        try:
+            return Path(text[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"cannot read {text[1:]!r}: {error}", param, ctx)
 
 
 class StackArguments(TypedDict):
@@ -75,31 +108,95 @@ def json_option(help_text: str) -> Callable[[_Callback], _Callback]:
 
 def generation_options(command: _Callback) -> _Callback:
     """The options of a generation; unset ones are left to the model's defaults. Values as in GenerateOptions."""
-    return _apply(
-        command,
-        [
-            click.option("--max-tokens", type=int, help="Most tokens to generate."),
-            click.option("--min-tokens", type=int, help="Fewest tokens before a stop counts."),
-            click.option("--temperature", type=float, help="0 always takes the likeliest token."),
-            click.option("--top-p", type=float, help="Keep the likeliest tokens of this total probability."),
-            click.option("--top-k", type=int, help="Keep this many likeliest tokens; 0 or -1: all."),
-            click.option("--min-p", type=float, help="Keep tokens of this share of the best one's probability."),
-            click.option("--seed", type=int, help="Makes draws repeatable."),
-            click.option(
-                "--stop",
-                multiple=True,
-                type=StopText(),
-                help="Text that ends the answer; may be repeated (in the environment: one per line).",
-            ),
-            click.option("--stop-token-ids", type=TokenIds(), default=(), help="Token ids that end the answer."),
-            click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's own end."),
-            click.option(
-                "--include-stop-in-output", is_flag=True, default=None, help="Keep the stop text in the answer."
-            ),
-            click.option("--timeout", type=float, help="Seconds for the whole request."),
-            click.option("--queue-timeout", type=float, help="Seconds it may wait for admission."),
-        ],
-    )
+    return _apply(command, [*_stopping_options(), *_sampling_options(), *_output_options(), *_scheduling_options()])
+
+
+def _stopping_options() -> list[Callable[[Any], Any]]:
+    return [
+        click.option("--max-tokens", type=int, help="Most tokens to generate."),
+        click.option("--min-tokens", type=int, help="Fewest tokens before a stop counts."),
+        click.option(
+            "--stop",
+            multiple=True,
+            type=LineText(),
+            help="Text that ends the answer; may be repeated (in the environment: one per line).",
+        ),
+        click.option("--stop-token-ids", type=TokenIds(), default=(), help="Token ids that end the answer."),
+        click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's own end."),
+        click.option(
+            "--include-stop-in-output", is_flag=True, default=None, help="Keep the stop text in the answer."
+        ),
+    ]
+
+
+def _sampling_options() -> list[Callable[[Any], Any]]:
+    return [
+        click.option("--temperature", type=float, help="0 always takes the likeliest token."),
+        click.option("--top-p", type=float, help="Keep the likeliest tokens of this total probability."),
+        click.option("--top-k", type=int, help="Keep this many likeliest tokens; 0 or -1: all."),
+        click.option("--min-p", type=float, help="Keep tokens of this share of the best one's probability."),
+        click.option("--seed", type=int, help="Makes draws repeatable."),
+        click.option("--repetition-penalty", type=float, help="Above 1: avoid what prompt or answer hold."),
+        click.option("--frequency-penalty", type=float, help="Avoid tokens each time they occur in the answer."),
+        click.option("--presence-penalty", type=float, help="Avoid tokens once they occur in the answer."),
+        click.option(
+            "--logit-bias",
+            multiple=True,
+            type=TokenBias(),
+            callback=_biases,
+            help="Added to a token's logit; may be repeated (blanks between, in the environment).",
+        ),
+        click.option(
+            "--bad-words",
+            multiple=True,
+            type=TokenIds(),
+            help="Sequence of token ids that never appears; may be repeated (blanks between, in the environment).",
+        ),
+        click.option("--allowed-token-ids", type=TokenIds(), default=(), help="The only token ids to draw."),
+    ]
+
+
+def _output_options() -> list[Callable[[Any], Any]]:
+    return [
+        click.option("--json-schema", type=TextOrFile(), help="The answer is JSON of this schema."),
+        click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
+        click.option("--regex", help="The answer matches this regular expression."),
+        click.option("--grammar", type=TextOrFile(), help="The answer follows this grammar in Lark notation."),
+        click.option(
+            "--choice",
+            "choices",
+            multiple=True,
+            type=LineText(),
+            envvar="STEPAHEAD_CHOICE",
+            help="The answer is one of these texts; repeated (in the environment: one per line).",
+        ),
+        click.option("--logprobs", type=int, help="Log probabilities of the tokens and of this many best."),
+        click.option("--prompt-logprobs", type=int, help="The same of the prompt's tokens."),
+        click.option("--processed-logprobs", is_flag=True, help="Of the distribution that was drawn from."),
+    ]
+
+
+def _scheduling_options() -> list[Callable[[Any], Any]]:
+    return [
+        click.option("--priority", type=int, help="Higher goes first, -1000 to 1000."),
+        click.option("--cache-salt", default="", help="Share cached prefixes with requests of the same salt only."),
+        click.option("--timeout", type=float, help="Seconds for the whole request."),
+        click.option("--queue-timeout", type=float, help="Seconds it may wait for admission."),
+        click.option(
+            "--reattach-window",
+            type=float,
+            help="Seconds to go on after a lost connection; 0: give up at once.  [default: 30]",
+        ),
+    ]
+
+
+def _biases(
+    ctx: click.Context, param: click.Parameter, value: tuple[tuple[int, float], ...]
+) -> dict[int, float] | None:
+    biases = dict(value)
+    if len(biases) < len(value):
+        raise click.BadParameter("a token id occurs twice", ctx, param)
+    return biases or None
 
 
 def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], _Callback]:

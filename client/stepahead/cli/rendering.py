@@ -1,25 +1,32 @@
 """Completions and status as JSON objects: durations in milliseconds, counts as integers."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from stepahead.client import Choice, Completion, ServerStatus, StepaheadError, Timings
+from stepahead.client import Choice, Completion, ServerStatus, StepaheadError, Timings, TokenLogprob
 
 Json: TypeAlias = "Mapping[str, Json] | list[Json] | str | int | float | bool | None"
 
 
 def completion_object(completion: Completion) -> dict[str, Json]:
-    """One finished request. `choices` is there only if more than one was asked for."""
+    """One finished request: its first choice at the top, and all of them under `choices`.
+
+    Log probabilities are there only if they were asked for.
+    """
     rendered: dict[str, Json] = {
         "request_id": completion.request_id,
         "model": completion.model,
         **_choice_object(completion.choices[0]),
         "usage": dict(dataclasses.asdict(completion.usage)),
         "timings": timings_object(completion.timings),
+        "choices": [_choice_object(choice) for choice in completion.choices],
     }
-    if len(completion.choices) > 1:
-        rendered["choices"] = [_choice_object(choice) for choice in completion.choices]
+    if completion.prompt_logprobs:
+        rendered["prompt_logprobs"] = [
+            None if each is None else _logprob_object(each) for each in completion.prompt_logprobs
+        ]
     return rendered
 
 
@@ -32,6 +39,7 @@ def error_object(request_id: str, error: StepaheadError) -> dict[str, Json]:
             "reason": error.reason,
             "message": error.message,
             "fields": [each.field for each in error.violations],
+            "metadata": dict(error.metadata),
             "retry_delay_ms": None if error.retry_delay_s is None else error.retry_delay_s * 1000,
         },
     }
@@ -70,10 +78,36 @@ def decode_rate(completion: Completion) -> float | None:
     return num_intervals / (completion.timings.decode_ns / 1e9)
 
 
+def logprob_lines(choice: Choice) -> list[str]:
+    """Log probabilities for a terminal: one line per token, with the likeliest ones behind it."""
+    return [
+        f"{'-' if each.token_id is None else each.token_id:>8} {each.logprob:9.4f}  rank {each.rank:<6}"
+        + "".join(f"  {token_id}: {logprob:.4f}" for token_id, logprob in each.top)
+        for each in choice.logprobs
+    ]
+
+
 def _choice_object(choice: Choice) -> dict[str, Json]:
-    return {
+    rendered: dict[str, Json] = {
         "text": choice.text,
         "token_ids": list(choice.token_ids),
         "finish_reason": choice.finish_reason.value,
         "matched": choice.matched,
     }
+    if choice.logprobs:
+        rendered["logprobs"] = [_logprob_object(each) for each in choice.logprobs]
+    return rendered
+
+
+def _logprob_object(logprob: TokenLogprob) -> dict[str, Json]:
+    return {
+        "token_id": logprob.token_id,
+        "logprob": _finite(logprob.logprob),
+        "rank": logprob.rank,
+        "top": [{"token_id": token_id, "logprob": _finite(value)} for token_id, value in logprob.top],
+    }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity; a token that cannot be drawn has no log probability either."""
+    return number if math.isfinite(number) else None

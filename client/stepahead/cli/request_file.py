@@ -42,5 +42,15 @@ def _read_request(line: str, number: int, defaults: GenerateOptions) -> Generati
         )
     if not isinstance(values.get("prompt"), str | list):
         raise click.UsageError(f"line {number}: prompt must be text, token ids or messages")
+    biases = values.get("logit_bias")
+    if isinstance(biases, dict):
+        # The keys of a JSON object are texts.
+        values["logit_bias"] = {_token_id(key, number): bias for key, bias in cast(dict[str, Any], biases).items()}
     merged: dict[str, Any] = {**defaults, **values}
     return GenerationRequest(**merged)
+
+
+def _token_id(key: str, number: int) -> int:
+    if not key.isdecimal():
+        raise click.UsageError(f"line {number}: logit_bias: {key!r} is no token id")
+    return int(key)

@@ -8,7 +8,8 @@
 `AsyncClient` has the same methods for asyncio. errors.py draws the tree of exceptions.
 """
 
-from stepahead.client.aio_client import AsyncClient, AsyncCompletionStream
+from stepahead.client.aio_client import AsyncClient
+from stepahead.client.aio_stream import AsyncCompletionStream
 from stepahead.client.channel import DEFAULT_ADDRESS
 from stepahead.client.errors import (
     AccessDeniedError,
@@ -29,7 +30,8 @@ from stepahead.client.errors import (
 from stepahead.client.multiplex import AsyncMultiplex, MultiplexUpdate
 from stepahead.client.requests import ChatTurn, GenerateOptions, GenerationRequest, Prompt
 from stepahead.client.status import SchedulerState, ServerStatus, WorkerStatus
-from stepahead.client.sync_client import Client, CompletionStream
+from stepahead.client.sync_client import Client
+from stepahead.client.sync_stream import CompletionStream
 from stepahead.client.values import (
     CancelOutcome,
     ChatMessage,
@@ -41,6 +43,7 @@ from stepahead.client.values import (
     Phase,
     Started,
     Timings,
+    TokenLogprob,
     Usage,
 )
 
@@ -80,6 +83,7 @@ __all__ = [
     "Started",
     "StepaheadError",
     "Timings",
+    "TokenLogprob",
     "UnavailableError",
     "UnsupportedError",
     "Usage",

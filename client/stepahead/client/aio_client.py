@@ -2,18 +2,24 @@
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack, cast
 
 import grpc
-import grpc.aio
 
 from stepahead.client import convert
+from stepahead.client.aio_stream import AsyncCompletionStream
 from stepahead.client.channel import DEFAULT_ADDRESS, open_aio_channel
-from stepahead.client.errors import DeadlineError, RequestCancelledError, UnavailableError, from_rpc_error
-from stepahead.client.folding import FoldedStream
+from stepahead.client.errors import DeadlineError, UnavailableError, from_rpc_error
+from stepahead.client.messages import (
+    cancel_message,
+    chat_prompt,
+    check_timeout,
+    detokenize_message,
+    generate_message,
+    tokenize_message,
+)
 from stepahead.client.multiplex import AsyncMultiplex, MultiplexCall
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
 from stepahead.client.requests import (
@@ -21,16 +27,11 @@ from stepahead.client.requests import (
     GenerateOptions,
     GenerationRequest,
     Prompt,
-    cancel_message,
-    chat_prompt,
-    check_timeout,
-    detokenize_message,
-    generate_message,
     make_request,
-    tokenize_message,
+    with_default_timeout,
 )
 from stepahead.client.status import ServerStatus
-from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo
+from stepahead.client.values import CancelOutcome, Completion, ModelInfo
 from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 _Request = TypeVar("_Request")
@@ -41,98 +42,6 @@ _Response_co = TypeVar("_Response_co", covariant=True)
 
 class _UnaryCall(Protocol[_Request_contra, _Response_co]):
     def __call__(self, request: _Request_contra, *, timeout: float | None = None) -> Awaitable[_Response_co]: ...
-
-
-class _ResponseCall(Protocol):
-    """What is used of grpc's streaming call."""
-
-    # EOF, a sentinel without a public type, is the other thing that comes back.
-    async def read(self) -> object: ...
-    def cancel(self) -> bool: ...
-
-
-class AsyncCompletionStream(FoldedStream):
-    """The answer to one request, as it is made.
-
-    Use it as a context manager and iterate inside::
-
-        async with client.stream("Once upon a time") as stream:
-            async for delta in stream:
-                print(delta.text, end="")
-            completion = await stream.completion()
-
-    The call starts on entry. Leaving early, by whatever way, cancels the request on the server.
-    """
-
-    def __init__(self, start: Callable[[], _ResponseCall], request: GenerationRequest) -> None:
-        super().__init__(request)
-        self._start = start
-        self._call: _ResponseCall | None = None
-        self._ended = False
-        self._cancelled = False
-        self._pending: deque[Delta] = deque()
-
-    async def completion(self) -> Completion:
-        """Reads the rest of the stream and returns the finished request. Raises StepaheadError."""
-        async for _ in self:
-            pass
-        return self._fold.completion()
-
-    def cancel(self) -> None:
-        """Cancels the request; a waiting iteration ends with RequestCancelledError."""
-        self._cancelled = True
-        if self._call is not None:
-            self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        if self._call is not None:
-            raise RuntimeError("a stream can be entered once")
-        self._call = self._start()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # A call object that is only dropped keeps running on the server.
-        if not self._ended:
-            self._ended = True
-            self.cancel()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._call is None:
-            raise RuntimeError("use the stream in a with statement: async with client.stream(...) as stream")
-        while not self._pending:
-            if self._ended:
-                raise StopAsyncIteration
-            response = await self._read(self._call)
-            if response is None:
-                self._ended = True
-                self._fold.completion()
-                raise StopAsyncIteration
-            self._pending.extend(self._fold.feed(response.events))
-        return self._pending.popleft()
-
-    async def _read(self, call: _ResponseCall) -> generation_pb2.GenerateResponse | None:
-        try:
-            response = await call.read()
-        except grpc.RpcError as error:
-            self._ended = True
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            # grpc.aio reports a call cancelled from this side as if the task had been cancelled.
-            if not self._cancelled:
-                raise
-            self._ended = True
-            raise RequestCancelledError("cancelled by this client", code="CANCELLED") from None
-        if response is grpc.aio.EOF:
-            return None
-        return cast(generation_pb2.GenerateResponse, response)
 
 
 class AsyncClient:
@@ -153,6 +62,7 @@ class AsyncClient:
         self._timeout = check_timeout(timeout)
         self._call_timeout = check_timeout(call_timeout)
         self.address = address
+        self._streams: set[AsyncCompletionStream] = set()
         self._channel = open_aio_channel(address)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = generation_pb2_grpc.ModelServiceStub(self._channel)
@@ -171,6 +81,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection and cancels what still runs on it. Idempotent."""
+        for stream in tuple(self._streams):
+            await stream.close()
         await self._channel.close()
 
     async def generate(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> Completion:
@@ -186,14 +98,8 @@ class AsyncClient:
         self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]
     ) -> AsyncCompletionStream:
         """The answer as it is made; see AsyncCompletionStream. Values that do not fit are refused at once."""
-        request = make_request(prompt, **options)
-        timeout = self._timeout if request.timeout is None else check_timeout(request.timeout)
-        message = generate_message(request, timeout_in_message=False)
-
-        def start() -> _ResponseCall:
-            return cast(_ResponseCall, self._generation.Generate(message, timeout=timeout))
-
-        return AsyncCompletionStream(start, request)
+        request = with_default_timeout(make_request(prompt, **options), self._timeout)
+        return AsyncCompletionStream(self._generation, request, generate_message(request), self._streams)
 
     def multiplex(self) -> AsyncMultiplex:
         """Many requests over one stream; see AsyncMultiplex. Their default timeout is the client's."""

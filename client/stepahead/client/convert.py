@@ -1,6 +1,7 @@
 """Protocol messages to the SDK's values, and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from stepahead.client.errors import ProtocolError
@@ -23,6 +24,7 @@ from stepahead.client.values import (
     Started,
     Stopping,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from stepahead.v1 import generation_pb2, operations_pb2
@@ -82,6 +84,12 @@ def sampling(message: generation_pb2.SamplingParams) -> Sampling:
         top_k=message.top_k if message.HasField("top_k") else None,
         min_p=message.min_p if message.HasField("min_p") else None,
         seed=message.seed if message.HasField("seed") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
+        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
+        logit_bias=tuple((each.token_id, each.bias) for each in message.logit_bias),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        allowed_token_ids=tuple(message.allowed_token_ids),
     )
 
 
@@ -109,6 +117,24 @@ def started(message: generation_pb2.Started) -> Started:
         queue_ns=message.queue_ns,
         sampling=sampling(message.applied_sampling),
         stopping=stopping(message.applied_stopping),
+    )
+
+
+def token_logprobs(
+    columns: generation_pb2.LogprobColumns, token_ids: Sequence[int | None]
+) -> tuple[TokenLogprob, ...]:
+    """Columns to one value per token, of the given ids. Raises ProtocolError if lengths differ."""
+    counts = columns.top_counts
+    if not len(columns.token_logprobs) == len(columns.ranks) == len(counts) == len(token_ids) or not len(
+        columns.top_token_ids
+    ) == len(columns.top_logprobs) == sum(counts):
+        raise ProtocolError("the columns of log probabilities have different lengths")
+    best = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
+    return tuple(
+        TokenLogprob(token_id, logprob, rank, tuple(islice(best, count)))
+        for token_id, logprob, rank, count in zip(
+            token_ids, columns.token_logprobs, columns.ranks, counts, strict=True
+        )
     )
 
 

@@ -1,7 +1,8 @@
 """The SDK's errors, and the one place that reads them out of a gRPC status.
 
     StepaheadError                 everything below
-    +-- InvalidRequestError        a field is wrong; .violations, .field    INVALID_ARGUMENT, OUT_OF_RANGE
+    +-- InvalidRequestError        a field is wrong: .field, .violations,   INVALID_ARGUMENT, OUT_OF_RANGE
+    |                              .limit, .actual
     +-- NotFoundError              no such model or request                 NOT_FOUND
     +-- AlreadyExistsError         the request id is live with another body ALREADY_EXISTS
     +-- FailedPreconditionError    not possible in this state               FAILED_PRECONDITION
@@ -53,7 +54,8 @@ class StepaheadError(Exception):
     """Base of all errors of the SDK.
 
     `code` is the name of the gRPC status ("" if none was involved), `reason` the server's machine-readable
-    reason, `metadata` its facts (a limit, an actual value).
+    reason ("" if the text is not the server's), `metadata` its facts. `retry_delay_s` says when to try again, if
+    the server knows.
     """
 
     def __init__(self, message: str, *, code: str = "", details: ErrorDetails | None = None) -> None:
@@ -74,6 +76,16 @@ class InvalidRequestError(StepaheadError):
     def field(self) -> str | None:
         """Path of the first wrong field, if the server named one."""
         return self.violations[0].field if self.violations else None
+
+    @property
+    def limit(self) -> int | None:
+        """What the server allows, if a limit was passed and it said so."""
+        return _whole_number(self.metadata.get("limit"))
+
+    @property
+    def actual(self) -> int | None:
+        """What was asked for, if a limit was passed and the server said so."""
+        return _whole_number(self.metadata.get("actual"))
 
 
 class NotFoundError(StepaheadError):
@@ -134,6 +146,10 @@ _CLASS_OF_CODE: Mapping[grpc.StatusCode, type[StepaheadError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: RequestCancelledError,
 }
+
+
+def _whole_number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 def invalid(violations: Sequence[FieldViolation]) -> InvalidRequestError:

@@ -15,12 +15,13 @@ import grpc.aio
 
 from stepahead.client.errors import ProtocolError, StepaheadError, from_rpc_error, from_status
 from stepahead.client.folding import CompletionFold
+from stepahead.client.messages import generate_message
 from stepahead.client.requests import (
     GenerateOptions,
     GenerationRequest,
     Prompt,
-    generate_message,
     make_request,
+    with_default_timeout,
 )
 from stepahead.client.values import Completion, Delta
 from stepahead.v1 import generation_pb2
@@ -78,7 +79,8 @@ class AsyncMultiplex:
 
     The iteration ends when the server closes the stream, or raises StepaheadError when the stream breaks.
     One task iterates; any task of the loop may submit and cancel. Leaving the session cancels what still
-    runs. Requests with `text=False` arrive as columns and cost least.
+    runs. A lost connection ends it: `reattach_window` has no meaning here. Requests with `text=False` arrive as
+    columns and cost least.
     """
 
     def __init__(self, start: Callable[[], MultiplexCall], *, timeout: float | None = None) -> None:
@@ -99,10 +101,8 @@ class AsyncMultiplex:
 
     async def submit(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> int:
         """Starts a request and returns its handle. Raises InvalidRequestError for values that do not fit."""
-        request = make_request(prompt, **options)
-        if request.timeout is None and self._timeout is not None:
-            request = make_request(request, timeout=self._timeout)
-        message = generate_message(request, timeout_in_message=True)
+        request = with_default_timeout(make_request(prompt, **options), self._timeout)
+        message = generate_message(request, multiplexed=True)
         handle = self._free_handle()
         self._folds[handle] = CompletionFold(request)
         submit = generation_pb2.MultiplexSubmit(handle=handle, request=message)

@@ -1,33 +1,35 @@
 """The blocking client."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar, Unpack, cast
+from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from stepahead.client import convert
 from stepahead.client.channel import DEFAULT_ADDRESS, open_channel
 from stepahead.client.errors import DeadlineError, UnavailableError, from_rpc_error
-from stepahead.client.folding import FoldedStream
+from stepahead.client.messages import (
+    cancel_message,
+    chat_prompt,
+    check_timeout,
+    detokenize_message,
+    generate_message,
+    tokenize_message,
+)
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
 from stepahead.client.requests import (
     ChatTurn,
     GenerateOptions,
     GenerationRequest,
     Prompt,
-    cancel_message,
-    chat_prompt,
-    check_timeout,
-    detokenize_message,
-    generate_message,
     make_request,
-    tokenize_message,
+    with_default_timeout,
 )
 from stepahead.client.status import ServerStatus
-from stepahead.client.values import CancelOutcome, Completion, Delta, ModelInfo
+from stepahead.client.sync_stream import CompletionStream
+from stepahead.client.values import CancelOutcome, Completion, ModelInfo
 from stepahead.v1 import generation_pb2, generation_pb2_grpc, operations_pb2, operations_pb2_grpc
 
 _Request_contra = TypeVar("_Request_contra", contravariant=True)
@@ -40,83 +42,6 @@ _Response = TypeVar("_Response")
 
 class _UnaryCall(Protocol[_Request_contra, _Response_co]):
     def __call__(self, request: _Request_contra, timeout: float | None = None) -> _Response_co: ...
-
-
-class _ResponseCall(Protocol):
-    """What is used of grpc's streaming call."""
-
-    def __next__(self) -> generation_pb2.GenerateResponse: ...
-    def cancel(self) -> bool: ...
-
-
-class CompletionStream(FoldedStream):
-    """The answer to one request, as it is made.
-
-    Use it as a context manager and iterate inside::
-
-        with client.stream("Once upon a time") as stream:
-            for delta in stream:
-                print(delta.text, end="")
-            completion = stream.completion()
-
-    The call starts on entry. Leaving early, by whatever way, cancels the request on the server.
-    """
-
-    def __init__(self, start: Callable[[], _ResponseCall], request: GenerationRequest) -> None:
-        super().__init__(request)
-        self._start = start
-        self._call: _ResponseCall | None = None
-        self._ended = False
-        self._pending: deque[Delta] = deque()
-
-    def completion(self) -> Completion:
-        """Reads the rest of the stream and returns the finished request. Raises StepaheadError."""
-        for _ in self:
-            pass
-        return self._fold.completion()
-
-    def cancel(self) -> None:
-        """Cancels the request; a blocked iteration ends with RequestCancelledError. Thread-safe."""
-        if self._call is not None:
-            self._call.cancel()
-
-    def __enter__(self) -> Self:
-        if self._call is not None:
-            raise RuntimeError("a stream can be entered once")
-        self._call = self._start()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # A call object that is only dropped keeps running on the server.
-        if not self._ended:
-            self._ended = True
-            self.cancel()
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self
-
-    def __next__(self) -> Delta:
-        if self._call is None:
-            raise RuntimeError("use the stream in a with statement: with client.stream(...) as stream")
-        while not self._pending:
-            if self._ended:
-                raise StopIteration
-            try:
-                response = next(self._call)
-            except StopIteration:
-                self._ended = True
-                self._fold.completion()
-                raise
-            except grpc.RpcError as error:
-                self._ended = True
-                raise from_rpc_error(error) from error
-            self._pending.extend(self._fold.feed(response.events))
-        return self._pending.popleft()
 
 
 class Client:
@@ -137,6 +62,7 @@ class Client:
         self._timeout = check_timeout(timeout)
         self._call_timeout = check_timeout(call_timeout)
         self.address = address
+        self._streams: set[CompletionStream] = set()
         self._channel = open_channel(address)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._models = generation_pb2_grpc.ModelServiceStub(self._channel)
@@ -155,6 +81,8 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and cancels what still runs on it. Idempotent."""
+        for stream in tuple(self._streams):
+            stream.cancel()
         self._channel.close()
 
     def generate(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> Completion:
@@ -168,14 +96,8 @@ class Client:
 
     def stream(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> CompletionStream:
         """The answer as it is made; see CompletionStream. Values that do not fit are refused at once."""
-        request = make_request(prompt, **options)
-        timeout = self._timeout if request.timeout is None else check_timeout(request.timeout)
-        message = generate_message(request, timeout_in_message=False)
-
-        def start() -> _ResponseCall:
-            return cast(_ResponseCall, self._generation.Generate(message, timeout=timeout))
-
-        return CompletionStream(start, request)
+        request = with_default_timeout(make_request(prompt, **options), self._timeout)
+        return CompletionStream(self._generation, request, generate_message(request), self._streams)
 
     def cancel(self, request_ids: Sequence[str]) -> dict[str, CancelOutcome]:
         """Ends requests by id; says for each what was found."""

@@ -49,6 +49,12 @@ class Sampling:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +83,32 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely one token was, as a natural logarithm; rank 1 is the likeliest of the vocabulary.
+
+    `token_id` is None where the stream does not say it: with `token_ids=False`, and in a prompt that was given as
+    text. `top` holds the likeliest tokens, best first, as (token id, log probability).
+    """
+
+    token_id: int | None
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New output of one choice: tokens [first_token_index, first_token_index + len(token_ids)) and new text.
 
-    Text may lag the tokens while it could still become a stop string, so either part can be empty.
+    Text may lag the tokens while it could still become a stop string, so either part can be empty. `logprobs` has
+    one entry per token if they were asked for.
     """
 
     choice_index: int
     first_token_index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +135,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer. `matched` is the stop id or stop string that ended it, if one did."""
+    """One finished answer. `matched` is the stop id or stop string that ended it, if one did.
+
+    `logprobs` has one entry per output token if they were asked for.
+    """
 
     index: int
     text: str
@@ -121,11 +146,16 @@ class Choice:
     finish_reason: FinishReason
     matched: int | str | None
     output_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. The short properties speak of the first choice."""
+    """A finished request. The short properties speak of the first choice.
+
+    `prompt_logprobs` has one entry per prompt position if they were asked for; the first is None, since nothing
+    comes before it.
+    """
 
     request_id: str
     model: str
@@ -133,6 +163,7 @@ class Completion:
     usage: Usage
     timings: Timings
     started: Started
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -143,6 +174,11 @@ class Completion:
     def token_ids(self) -> tuple[int, ...]:
         """Token ids of the first choice (empty if they were not asked for)."""
         return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Log probabilities of the first choice's tokens (empty if they were not asked for)."""
+        return self.choices[0].logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
