@@ -150,7 +150,7 @@ def samples(backend):
 def log_probabilities(backend):
     logits = normal(2, VOCAB).round(decimals=1)
     result = logprobs(backend, logits, torch.tensor([5, 900]), torch.zeros(2, dtype=torch.uint8), ints(20, 7))
-    return [result.token_logprobs, result.ranks, result.listed_ids, result.listed_logprobs]
+    return [result.token_logprobs, result.ranks, result.num_listed, result.listed_ids, result.listed_logprobs]
 
 
 RUNS: dict[str, Run] = {

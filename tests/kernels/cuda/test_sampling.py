@@ -24,6 +24,8 @@ from stepahead.kernels.cuda.sampling import (
     mask_logits,
     sample,
 )
+from stepahead.kernels.reference.logprobs import token_logprob
+from stepahead.kernels.reference.penalties import TokenRules, penalised, row_penalties
 from stepahead.kernels.reference.philox import draw_uniform
 from stepahead.kernels.reference.sampling import RowSampling, sample_row
 
@@ -204,18 +206,6 @@ def test_i7_masks_and_suppressed_ids_as_the_reference_has_them():
     assert status.tolist() == [OK, OK, NOTHING_ALLOWED, NOTHING_ALLOWED, NON_FINITE, NOTHING_ALLOWED, NON_FINITE]
 
 
-def penalised(logits, prompt, output, repetition, frequency, presence):
-    """The definition: repetition over prompt and output, then frequency and presence over the output."""
-    result = logits.copy()
-    for token in set(prompt) | set(output):
-        value = result[token]
-        result[token] = value / np.float32(repetition) if value > 0 else value * np.float32(repetition)
-    for token in set(output):
-        result[token] -= np.float32(frequency) * np.float32(output.count(token))
-        result[token] -= np.float32(presence)
-    return result
-
-
 def token_counts(num_slots, vocab):
     words = torch.full((num_slots, -(-vocab // 32)), -1, dtype=torch.int32)
     return TokenCounts(torch.full((num_slots, vocab), 99, dtype=torch.int32), words)
@@ -223,6 +213,7 @@ def token_counts(num_slots, vocab):
 
 def test_j1_j2_penalties_count_prompts_outputs_and_the_token_of_the_step_before():
     vocab, logits = 70, random_logits(2, 70)
+    logits[0, 40] = -np.inf
     prompts, outputs = [[1, 1, 40, 69], []], [[2, 2, 40], [69]]
     counts = token_counts(3, vocab)
     slots = torch.tensor([2, 0], dtype=torch.int32)
@@ -239,8 +230,13 @@ def test_j1_j2_penalties_count_prompts_outputs_and_the_token_of_the_step_before(
     result = torch.from_numpy(logits.copy())
     apply_penalties(HostBackend(), result, slots, counts, columns)
     for row, (repetition, frequency, presence) in enumerate([(1.3, 0.5, 0.2), (0.8, -0.25, 1.0)]):
-        wanted = penalised(logits[row], prompts[row], outputs[row], repetition, frequency, presence)
-        assert np.array_equal(result[row].numpy(), wanted)
+        rules = TokenRules(
+            repetition_penalty=float(np.float32(repetition)),
+            frequency_penalty=frequency,
+            presence_penalty=float(np.float32(presence)),
+        )
+        history = row_penalties(rules, prompts[row] + outputs[row], len(prompts[row]))
+        assert np.array_equal(result[row].numpy(), penalised(logits[row], history))
     assert counts.outputs[1].eq(99).all()  # another slot's counts are nobody's business
 
 
@@ -252,12 +248,27 @@ def test_neutral_penalties_change_nothing():
     assert torch.equal(logits, before)
 
 
-def test_bias_is_added_where_it_is_named():
-    logits = torch.zeros(2, 40)
-    entries = (torch.tensor([0, 1, 1]), torch.tensor([3, 3, 39]), torch.tensor([1.5, -2.0, 100.0]))
-    add_bias(HostBackend(), logits, (entries[0].int(), entries[1].int(), entries[2]))
-    assert logits.nonzero().tolist() == [[0, 3], [1, 3], [1, 39]]
-    assert logits[logits != 0].tolist() == [1.5, -2.0, 100.0]
+def test_bias_is_added_where_it_is_named_and_held_within_bounds():
+    logits = random_logits(2, 40)
+    logits[1, 7] = -np.inf
+    biases = {0: {3: 1.5, 9: 3e38}, 1: {3: -2.0, 39: 100.0, 7: 5.0}}
+    entries = [(row, token, value) for row, named in biases.items() for token, value in named.items()]
+    rows, ids, values = zip(*entries, strict=True)
+    result = torch.from_numpy(logits.copy())
+    tensors = (torch.tensor(rows, dtype=torch.int32), torch.tensor(ids, dtype=torch.int32), torch.tensor(values))
+    add_bias(HostBackend(), result, tensors)
+    for row, named in biases.items():
+        rules = TokenRules(bias_ids=np.array([*named]), biases=np.array([*named.values()], np.float32))
+        assert np.array_equal(result[row].numpy(), penalised(logits[row], row_penalties(rules, [], 0)))
+
+
+def test_penalties_hide_no_row_that_is_not_finite():
+    logits = torch.tensor([[np.nan, np.inf, -np.inf, 1.0]])
+    counts = TokenCounts(torch.ones(1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32))
+    columns = PenaltyColumns(repetition=torch.full((1,), 2.0), frequency=torch.ones(1), presence=torch.ones(1))
+    apply_penalties(HostBackend(), logits, torch.zeros(1, dtype=torch.int32), counts, columns)
+    assert torch.isnan(logits[0, 0])
+    assert logits[0, 1:].tolist() == [np.inf, -np.inf, -1.5]
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 20, 300, 1500])
@@ -266,21 +277,29 @@ def test_j7_log_probabilities_ranks_and_lists(vocab):
     logits[1] = np.round(logits[1])  # ties
     logits[2, : vocab // 2] = -np.inf
     tokens = np.array([0, vocab - 1, vocab // 2, vocab - 1])
-    num_listed = np.array([0, 20, 5, 1], np.int32)
+    num_wanted = np.array([0, 20, 5, 1], np.int32)
     status = torch.tensor([OK, OK, OK, NON_FINITE], dtype=torch.uint8)
     result = logprobs(
-        HostBackend(), torch.from_numpy(logits), torch.from_numpy(tokens), status, torch.from_numpy(num_listed)
+        HostBackend(), torch.from_numpy(logits), torch.from_numpy(tokens), status, torch.from_numpy(num_wanted)
     )
     for row in range(3):
-        wide = logits[row].astype(np.float64)
-        wanted = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
-        assert abs(result.token_logprobs[row].item() - wanted[tokens[row]]) < 1e-5
-        assert result.ranks[row].item() == 1 + (logits[row] > logits[row, tokens[row]]).sum()
-        listed = min(num_listed[row], vocab)
-        order = np.argsort(-logits[row], kind="stable")[:listed]
-        assert result.listed_ids[row, :listed].tolist() == order.tolist()
-        assert np.allclose(result.listed_logprobs[row, :listed], wanted[order], atol=1e-5)
+        wanted = token_logprob(logits[row], int(tokens[row]), int(num_wanted[row]))
+        assert abs(result.token_logprobs[row].item() - wanted.value) < 1e-5
+        assert result.ranks[row].item() == wanted.rank
+        listed = result.num_listed[row].item()
+        assert result.listed_ids[row, :listed].tolist() == wanted.top_ids.tolist()
+        assert np.allclose(result.listed_logprobs[row, :listed], wanted.top_values, atol=1e-5)
     assert torch.isnan(result.token_logprobs[3])  # allocated as NaN, never written
+
+
+@pytest.mark.parametrize("row", [[1, np.nan, 2], [1, np.inf, 2], [-np.inf] * 3, [-np.inf, 0, -np.inf]])
+def test_j7_values_stay_finite_where_there_is_no_distribution(row):
+    logits = np.array([row], np.float32)
+    wanted = token_logprob(logits[0], 0, 3)
+    status, three = torch.zeros(1, dtype=torch.uint8), torch.full((1,), 3, dtype=torch.int32)
+    result = logprobs(HostBackend(), torch.from_numpy(logits), torch.zeros(1, dtype=torch.int64), status, three)
+    found = (result.token_logprobs.item(), result.ranks.item(), result.num_listed.item())
+    assert found == (wanted.value, wanted.rank, len(wanted.top_ids))
 
 
 def test_the_list_has_the_length_the_kernel_has():

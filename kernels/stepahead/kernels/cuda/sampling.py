@@ -16,9 +16,10 @@ from stepahead.kernels.cuda.checks import check_tensor
 from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.inputs import Cells
 from stepahead.kernels.cuda.sources import Module
+from stepahead.kernels.reference.logprobs import MAX_TOP_K
 from stepahead.kernels.reference.sampling import TILE
 
-MAX_LISTED = 20
+MAX_LISTED = MAX_TOP_K
 """Log probabilities a row may list; `logprobs.cu` has the same number."""
 
 _WORD_BITS = 32
@@ -74,6 +75,7 @@ class Logprobs:
 
     token_logprobs: torch.Tensor  # [num_rows] float32
     ranks: torch.Tensor  # [num_rows] int32, 1 + ids with a strictly larger logit
+    num_listed: torch.Tensor  # [num_rows] int32, fewer than wanted where fewer ids are possible
     listed_ids: torch.Tensor  # [num_rows, MAX_LISTED] int32, (logit descending, id ascending)
     listed_logprobs: torch.Tensor  # [num_rows, MAX_LISTED] float32
 
@@ -81,10 +83,7 @@ class Logprobs:
 def apply_penalties(
     backend: Backend, logits: torch.Tensor, slots: torch.Tensor, counts: TokenCounts, penalties: PenaltyColumns
 ) -> None:
-    """Repetition, frequency and presence penalty, in place.
-
-    An id of the prompt or the output: logit / r if positive, else logit * r; one of the output also loses
-    frequency * its count, then presence.
+    """Repetition, frequency and presence penalty, in place; see `reference.penalties`.
 
     Args:
         backend: where the tensors are.
@@ -112,7 +111,7 @@ def apply_penalties(
 def add_bias(
     backend: Backend, logits: torch.Tensor, entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> None:
-    """Adds logit biases in place.
+    """Adds logit biases in place; see `reference.penalties`.
 
     Args:
         backend: where the tensors are.
@@ -231,16 +230,16 @@ def sample(
 
 
 def logprobs(
-    backend: Backend, logits: torch.Tensor, token_ids: torch.Tensor, status: torch.Tensor, num_listed: torch.Tensor
+    backend: Backend, logits: torch.Tensor, token_ids: torch.Tensor, status: torch.Tensor, num_wanted: torch.Tensor
 ) -> Logprobs:
-    """Log probabilities of untouched logits: log_softmax, before penalties, masks and temperature.
+    """Log probabilities over log weights; RAW ones over the untouched logits. See `reference.logprobs`.
 
     Args:
         backend: where the tensors are.
         logits: [num_rows, vocab_size] float32.
         token_ids: [num_rows] int64, whose record each row wants.
         status: [num_rows] uint8, a row that is not 0 gets no record.
-        num_listed: [num_rows] int32, most probable ids to list, at most MAX_LISTED.
+        num_wanted: [num_rows] int32, most probable ids to list, at most MAX_LISTED.
 
     Raises:
         KernelArgumentError: a tensor is not as said here.
@@ -248,16 +247,17 @@ def logprobs(
     num_rows, vocab_size = _check_logits(logits)
     check_tensor(token_ids, "token_ids", torch.int64, (num_rows,))
     check_tensor(status, "status", torch.uint8, (num_rows,))
-    check_tensor(num_listed, "num_listed", torch.int32, (num_rows,))
+    check_tensor(num_wanted, "num_wanted", torch.int32, (num_rows,))
     result = Logprobs(
         token_logprobs=backend.allocate((num_rows,), torch.float32),
         ranks=backend.allocate((num_rows,), torch.int32),
+        num_listed=backend.allocate((num_rows,), torch.int32),
         listed_ids=backend.allocate((num_rows, MAX_LISTED), torch.int32),
         listed_logprobs=backend.allocate((num_rows, MAX_LISTED), torch.float32),
     )
     arguments = (
-        *(result.token_logprobs, result.ranks, result.listed_ids, result.listed_logprobs),
-        *(logits, token_ids, status, num_listed, np.int32(vocab_size)),
+        *(result.token_logprobs, result.ranks, result.num_listed, result.listed_ids, result.listed_logprobs),
+        *(logits, token_ids, status, num_wanted, np.int32(vocab_size)),
     )
     _launch(backend, "logprobs", "logprobs", (num_rows, 1, 1), _ROW_THREADS, arguments)
     return result

@@ -1,13 +1,21 @@
 // Repetition, frequency and presence penalties and the logit bias, and the counts they are made from.
 //
 // Counts live on the device per slot and are updated there: the penalty of step k + 1 includes the token of step k
-// although the host may not know it yet (rule J1). Order: repetition, frequency, presence, bias.
+// although the host may not know it yet (rule J1). Order and rounding are those of reference.penalties: repetition,
+// frequency and presence in float64 and rounded once, then the bias likewise, both held within +-MAX_SCORE. Logits
+// that are not finite stay: -infinity means "never", and `sample` must see the others.
 // Work: one thread per (row, id) for the penalties, per entry for the bias, per token for the counts.
 // Traffic: a row of logits read and written once, its counts and prompt bits read once.
 // Repetition penalty: Keskar et al., 2019 (CTRL); frequency and presence: as the OpenAI API documents them.
 #include "scalar.cuh"
 
 #define THREADS 256
+
+__device__ __forceinline__ bool is_finite(float value) { return value < infinity() && value > -infinity(); }
+__device__ __forceinline__ float bounded(double value) {
+  const double max_score = 1e30;
+  return float(value > max_score ? max_score : value < -max_score ? -max_score : value);
+}
 
 // logits: [num_rows, vocab_size], in place; slots: [num_rows]; output_counts: [num_slots, vocab_size]; prompt_bits:
 // [num_slots, prompt_words], bit i % 32 of word i / 32; repetition (1 is neutral), frequency, presence: [num_rows].
@@ -21,21 +29,23 @@ apply_penalties(float* logits, const int* slots, const int* output_counts, const
   const i64 slot = slots[row];
   const int count = output_counts[slot * vocab_size + id];
   const bool in_prompt = prompt_bits[slot * prompt_words + id / 32] >> (id % 32) & 1;
-  float logit = logits[i64(row) * vocab_size + id];
-  if (count > 0 || in_prompt) logit = logit > 0.0f ? logit / repetition[row] : logit * repetition[row];
-  if (count > 0) {
-    // Rounded one by one, as the reference does: a fused multiply-add would round once.
-    logit = __fsub_rn(logit, __fmul_rn(frequency[row], float(count)));
-    logit = __fsub_rn(logit, presence[row]);
-  }
-  logits[i64(row) * vocab_size + id] = logit;
+  float& logit = logits[i64(row) * vocab_size + id];
+  if ((count == 0 && !in_prompt) || !is_finite(logit)) return;
+  double value = logit;
+  value = value > 0.0 ? value / repetition[row] : __dmul_rn(value, double(repetition[row]));
+  // Each product is rounded, as in NumPy: a fused multiply-add would not.
+  value -= __dmul_rn(double(frequency[row]), double(count));
+  if (count > 0) value -= double(presence[row]);
+  logit = bounded(value);
 }
 
 // rows, ids, values: [num_entries], each (row, id) at most once. Grid: (ceil(num_entries / THREADS)).
 KERNEL(THREADS, 32)
 add_bias(float* logits, const int* rows, const int* ids, const float* values, int vocab_size, int num_entries) {
   const int entry = blockIdx.x * THREADS + threadIdx.x;
-  if (entry < num_entries) logits[i64(rows[entry]) * vocab_size + ids[entry]] += values[entry];
+  if (entry >= num_entries) return;
+  float& logit = logits[i64(rows[entry]) * vocab_size + ids[entry]];
+  if (is_finite(logit)) logit = bounded(double(logit) + double(values[entry]));
 }
 
 // Adds what a step sampled; slots of one launch differ. token_ids, status: [num_rows], status 0 counts.

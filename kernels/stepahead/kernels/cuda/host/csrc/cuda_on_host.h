@@ -44,9 +44,7 @@ inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigne
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-// Nothing is contracted here (-ffp-contract=off), so the plain operators round once.
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+// Nothing is contracted here (-ffp-contract=off), so the plain operator rounds once.
 inline double __dmul_rn(double a, double b) { return a * b; }
 
 #define SITE_PARAMETERS const char *file = __builtin_FILE(), int line = __builtin_LINE()
