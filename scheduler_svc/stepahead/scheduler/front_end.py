@@ -11,7 +11,12 @@ from dataclasses import replace
 from stepahead.scheduler.caller import Caller
 from stepahead.scheduler.cluster import Cluster
 from stepahead.scheduler.constraints.compiler import CompiledConstraint
-from stepahead.scheduler.constraints.errors import ConstraintBusy, ConstraintInvalid, ConstraintUnavailable
+from stepahead.scheduler.constraints.errors import (
+    ConstraintBusy,
+    ConstraintInvalid,
+    ConstraintUnavailable,
+    ConstraintUnsupported,
+)
 from stepahead.scheduler.constraints.spec import ConstraintSpec
 from stepahead.scheduler.core import Ordering
 from stepahead.scheduler.delivery import StreamWriter
@@ -127,6 +132,10 @@ class FrontEnd:
             raise InvalidRequest([FieldViolation(error.field, error.description)]) from error
         except ConstraintBusy as error:
             raise Overloaded(str(error), retry_delay_ms=1000) from error
+        except ConstraintUnsupported as error:
+            raise InvalidRequest(
+                [FieldViolation("constraint", f"the model cannot be constrained: {error}")]
+            ) from error
         except ConstraintUnavailable as error:
             raise Unavailable("CONSTRAINTS_UNAVAILABLE", f"constraint: {error}") from error
 

@@ -9,7 +9,7 @@ import pytest
 
 from stepahead.scheduler.constraints.engine import Engine
 from stepahead.scheduler.constraints.errors import (
-    ConstraintUnavailable,
+    ConstraintUnsupported,
     MatcherFailed,
     NothingAllowed,
     TokenRejected,
@@ -167,9 +167,9 @@ def test_byte_fallback_tokenizers_write_the_same_text_in_several_ways():
 
 
 def test_tokenizers_that_cannot_be_constrained_are_refused():
-    with pytest.raises(ConstraintUnavailable, match="fewer"):
+    with pytest.raises(ConstraintUnsupported, match="fewer"):
         token_table(CODEC, CODEC.vocab_size - 1)
-    with pytest.raises(ConstraintUnavailable, match="end-of-text"):
+    with pytest.raises(ConstraintUnsupported, match="end-of-text"):
         token_table(CODECS["byte_level"], 300)
     assert fallback_codec().special_token_ids
 

@@ -20,6 +20,7 @@ from stepahead.kernels.cuda.attention import AttentionOptions, chunk_tiles, page
 from stepahead.kernels.cuda.backend import Backend
 from stepahead.kernels.cuda.cache import change_blocks, to_device, write_kv
 from stepahead.kernels.cuda.elementwise import gated_activation, rms_norm, rope
+from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.inputs import gather_rows
 from stepahead.kernels.ops import AttentionShape, PackedLinear, PreparedStep, StepLayout
 from stepahead.kernels.reference.rope import rope_tables
@@ -60,9 +61,14 @@ class CudaOps:
         shape: sizes every layer shares.
         dtype: of weights, activations and KV cache.
         backend: the device.
+
+    Raises:
+        KernelArgumentError: the shape's layers differ, or its scores are capped.
     """
 
     def __init__(self, shape: AttentionShape, dtype: torch.dtype, backend: Backend) -> None:
+        if shape.layers or shape.cap is not None:
+            raise KernelArgumentError("every layer attends to everything: no windows, soft caps or rope per layer")
         self._shape = shape
         self._dtype = dtype
         self._backend = backend

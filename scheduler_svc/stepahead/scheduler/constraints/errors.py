@@ -4,6 +4,7 @@ ConstraintError
 |- ConstraintInvalid       the client's constraint is wrong, unsupported or too costly; names the field
 |- ConstraintBusy          too many constraints wait for a compile; trying again later helps
 |- ConstraintUnavailable   the sandbox cannot be started, or the compiler is closed: not the client's fault
+|  `- ConstraintUnsupported  the model's tokenizer allows no constraint at all: trying again does not help
 `- MatcherError            one running choice cannot go on; its neighbours are untouched
    |- TokenRejected        the grammar does not allow a token that was delivered (rule I5)
    |- NothingAllowed       no token is allowed at all (rule I7)
@@ -38,6 +39,10 @@ class ConstraintBusy(ConstraintError):
 
 class ConstraintUnavailable(ConstraintError):
     """Constraints cannot be compiled now."""
+
+
+class ConstraintUnsupported(ConstraintUnavailable):
+    """The model's tokenizer allows no constraint (INVALID_ARGUMENT)."""
 
 
 class MatcherError(ConstraintError):

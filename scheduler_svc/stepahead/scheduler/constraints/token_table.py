@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepahead.scheduler.constraints.errors import ConstraintUnavailable
+from stepahead.scheduler.constraints.errors import ConstraintUnsupported
 from stepahead.scheduler.text.codec import TextCodec
 
 
@@ -41,17 +41,17 @@ def token_table(codec: TextCodec, vocab_size: int) -> TokenTable:
         vocab_size: Width of the model's logits, often larger than the tokenizer's vocabulary.
 
     Raises:
-        ConstraintUnavailable: The logits are narrower than the vocabulary, no end-of-text id is known, or the
+        ConstraintUnsupported: The logits are narrower than the vocabulary, no end-of-text id is known, or the
             tokenizer joins tokens with something that is part of none of them.
     """
     if vocab_size < codec.vocab_size:
-        raise ConstraintUnavailable(f"{vocab_size} logits are fewer than the {codec.vocab_size} token ids")
+        raise ConstraintUnsupported(f"{vocab_size} logits are fewer than the {codec.vocab_size} token ids")
     eos_ids = tuple(sorted(set(codec.settings.eos_token_ids)))
     if not eos_ids or eos_ids[-1] >= vocab_size:
-        raise ConstraintUnavailable(f"end-of-text ids {eos_ids} are not among {vocab_size} logits")
+        raise ConstraintUnsupported(f"end-of-text ids {eos_ids} are not among {vocab_size} logits")
     table = codec.pieces(skip_special_tokens=True)
     if table.plan.separator:
-        raise ConstraintUnavailable("the tokenizer has no decoder: tokens do not hold the bytes between them")
+        raise ConstraintUnsupported("the tokenizer has no decoder: tokens do not hold the bytes between them")
     silent = codec.special_token_ids.union(eos_ids)
     pieces = [b"" if token_id in silent else table.later[token_id] for token_id in range(vocab_size)]
     return TokenTable(tuple(pieces), eos_ids)
