@@ -62,7 +62,9 @@ async def serve_worker(
         fields: of the settings.
     """
     settings = worker_settings(model, **fields)
-    server = WorkerServer(settings, lambda: watched(make_runner(model), step_s, on_forward), Announcer(None))
+    server = WorkerServer(
+        settings, lambda: watched(make_runner(model, dtype=settings.dtype), step_s, on_forward), Announcer(None)
+    )
     await server.listen()
     try:
         await server.load()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from stepahead.scheduler.constraints.errors import ConstraintError, NothingAllowed
+from stepahead.scheduler.constraints.errors import ConstraintError, MatcherError, NothingAllowed
 from stepahead.scheduler.convert import gate_to_proto
 from stepahead.scheduler.core import CommitOutcome, Finished, GateRow, RequestKey, Scheduler, StepId
 from stepahead.scheduler.errors import RowFailed
@@ -142,9 +142,10 @@ class Gates:
                 masks[key] = mask
                 continue
             failed = True
-            if isinstance(mask, NothingAllowed):
-                text = f"no token is allowed after {len(choice.log.token_ids)} tokens: {mask}"
-                self._book.fail(choice.live, RowFailed(text, metadata={"fault": "nothing_allowed"}))
+            if isinstance(mask, MatcherError):
+                fault_name = "nothing_allowed" if isinstance(mask, NothingAllowed) else "constraint_failed"
+                text = f"after {len(choice.log.token_ids)} tokens: {mask}"
+                self._book.fail(choice.live, RowFailed(text, metadata={"fault": fault_name}))
             else:
                 self._book.fail_internally(choice.live, mask)
         link.send_gate(gate_to_proto(step_id, rows, masks))

@@ -14,6 +14,8 @@ from stepahead.scheduler.constraints.errors import ConstraintInvalid, Constraint
 from stepahead.scheduler.constraints.spec import ConstraintSpec
 
 _START_TIMEOUT_S: Final = 30.0
+_NUM_STARTS: Final = 2
+"""A process that was killed from outside says nothing about the next one."""
 _END_TIMEOUT_S: Final = 5.0
 
 
@@ -57,14 +59,28 @@ class SandboxProcess:
         """The process, while there is one."""
         return None if self._process is None else self._process.pid
 
-    async def start(self) -> None:
+    async def start(self) -> bool:
         """Starts the process and waits until it is ready, unless it is.
+
+        Returns:
+            Whether it had to be started.
 
         Raises:
             ConstraintUnavailable: It does not start.
         """
         if self._process is not None and self._process.returncode is None:
-            return
+            return False
+        for attempt in range(_NUM_STARTS):
+            try:
+                await self._start()
+            except (OSError, EOFError, TimeoutError) as error:
+                if attempt == _NUM_STARTS - 1:
+                    raise ConstraintUnavailable("the sandbox process does not start") from error
+            else:
+                break
+        return True
+
+    async def _start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "stepahead.scheduler.constraints.sandbox"),
             stdin=asyncio.subprocess.PIPE,
@@ -75,9 +91,6 @@ class SandboxProcess:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._exchange(self._process, self._hello)
-        except (OSError, EOFError, TimeoutError) as error:
-            await self.kill()
-            raise ConstraintUnavailable("the sandbox process does not start") from error
         except BaseException:
             await self.kill()
             raise
@@ -89,29 +102,43 @@ class SandboxProcess:
             ConstraintInvalid: It is wrong, takes too long or too much memory.
             ConstraintUnavailable: The process does not start.
         """
-        await self.start()
+        is_fresh = await self.start()
+        try:
+            answer = await self._ask(spec)
+        except (OSError, EOFError) as error:
+            # One that had been idle may have been killed from outside: only a fresh one speaks of the constraint.
+            try:
+                if is_fresh:
+                    raise
+                await self.start()
+                answer = await self._ask(spec)
+            except (OSError, EOFError):
+                # Which of them ended it cannot be told from outside: each ends it with SIGABRT.
+                memory_mib = self._limits.memory_bytes >> 20
+                text = f"too complex: nested too deeply, too many properties, or more than {memory_mib} MiB needed"
+                raise ConstraintInvalid(spec.field, text) from error
+        if "field" in answer:
+            raise ConstraintInvalid(answer["field"], answer["description"])
+        return Verdict(answer["grammar"], answer["cost_bytes"])
+
+    async def _ask(self, spec: ConstraintSpec) -> dict[str, Any]:
+        """One question; the process is gone if this raises."""
         assert self._process is not None
         request = json.dumps({"kind": spec.kind.value, "texts": spec.texts}).encode()
         try:
             async with asyncio.timeout(self._limits.compile_s):
-                answer = await self._exchange(self._process, request)
+                return await self._exchange(self._process, request)
         except TimeoutError as error:
             await self.kill()
             text = f"too complex: not compiled within {self._limits.compile_s:g} s"
             raise ConstraintInvalid(spec.field, text) from error
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError):
             await self._reap()
-            # Which of the two ended it cannot be told from outside: either ends it with SIGABRT.
-            memory_mib = self._limits.memory_bytes >> 20
-            text = f"too complex: nested too deeply, too many properties, or more than {memory_mib} MiB needed"
-            raise ConstraintInvalid(spec.field, text) from error
+            raise
         except BaseException:
             # Cancelled: an answer that nobody reads would be taken for the next one.
             await self.kill()
             raise
-        if "field" in answer:
-            raise ConstraintInvalid(answer["field"], answer["description"])
-        return Verdict(answer["grammar"], answer["cost_bytes"])
 
     async def kill(self) -> None:
         """Ends the process, if there is one, and waits for its end."""
@@ -136,8 +163,11 @@ class SandboxProcess:
     async def _exchange(process: asyncio.subprocess.Process, message: bytes) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(len(message).to_bytes(4, "big") + message)
-        await process.stdin.drain()
+        try:
+            process.stdin.write(len(message).to_bytes(4, "big") + message)
+            await process.stdin.drain()
+        except RuntimeError as error:  # how uvloop says that the process has closed its end
+            raise BrokenPipeError(str(error)) from error
         size = int.from_bytes(await process.stdout.readexactly(4), "big")
         return cast("dict[str, Any]", json.loads(await process.stdout.readexactly(size)))
 
