@@ -16,6 +16,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from stepahead.cli.bench_load import MAX_TIMELINE
+from stepahead.cli.local_services import passing_log_dir
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView
 from stepahead.client.channel import open_aio_channel
@@ -93,8 +94,9 @@ async def main() -> None:
                     records += await run_load(ready.address, num_constrained, num_rows - num_constrained)
                 print(f"overlap {overlap:3s} {name:12s} {summary(records, num_rows)}", flush=True)
 
-        with ConsoleView(Console(stderr=True, quiet=True)) as view:
-            await run_stack(Stack(replace(options, overlap=overlap), view), measure)
+        view_console = Console(stderr=True, quiet=True)
+        with passing_log_dir(verbose=False) as log_dir, ConsoleView(view_console) as view:
+            await run_stack(Stack(replace(options, overlap=overlap), view, log_dir=log_dir), measure)
 
 
 if __name__ == "__main__":
