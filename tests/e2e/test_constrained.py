@@ -167,10 +167,42 @@ async def test_a_row_that_may_sample_nothing_ends_with_a_reason(byte_model: Path
         message = request("Say:", 20, **fields)
         message.constraint.CopyFrom(generation_pb2.Constraint(regex="abc"))
         answer, free = await stack.answers([message, request("x", 30, ignore_eos=True)])
-        assert answer.code is grpc.StatusCode.INTERNAL
+        assert answer.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "min_tokens" in answer.message
         assert answer.error_info.metadata["fault"] == "nothing_allowed"
         assert (free.ok, len(free.token_ids)) == (True, 30)
         await stack.assert_quiescent()
+
+
+async def test_a_wide_schema_goes_on_behind_its_first_key(byte_model: Path) -> None:
+    """A limit of the engine on items per row once ended it there: what compiles must also run."""
+    wide = {"type": "object", "properties": {f"k{index}": {"enum": [0]} for index in range(1000)}}
+    message = constrained(
+        2, json_schema=json.dumps(wide | {"additionalProperties": False, "required": ["k7", "k9"]})
+    )
+    message.stopping.max_tokens = 400
+    # No white space and few keys, so that the answer ends.
+    message.sampling.allowed_token_ids.extend({ord(char) for char in '{}":,k790'})
+    async with serve(str(byte_model), worker=WORKER) as stack:
+        answer = await stack.answer(message)
+        assert answer.reason == "STOP", (answer.reason, answer.message)
+        assert set(json.loads(answer.text)) >= {"k7", "k9"}
+
+
+@pytest.mark.parametrize("fields", [{"queue_timeout_ms": 30}, {}], ids=["queue timeout", "cancel"])
+async def test_who_was_never_admitted_ends_with_a_status_alone(fields: dict[str, Any]) -> None:
+    """D8: nothing comes before Started, an end of a choice neither."""
+    async with serve("toy:sleep?ms=5", worker={"max_num_seqs": 1}) as stack:
+        first = stack.open(request([1], 100))
+        await read_events(first, "delta", Answer())
+        waiting = asyncio.create_task(stack.answer(request([2], 4, request_id="late", **fields)))
+        if not fields:
+            await eventually(lambda: ("", "late") in stack.server.front_end.live)
+            await stack.generation.Cancel(generation_pb2.CancelRequest(request_ids=["late"]))
+        answer = await waiting
+        expected = grpc.StatusCode.DEADLINE_EXCEEDED if fields else grpc.StatusCode.CANCELLED
+        assert (answer.code, answer.started, answer.choice) == (expected, None, None)
+        first.cancel()
 
 
 async def test_a_client_that_leaves_takes_its_gates_along(byte_model: Path) -> None:

@@ -108,7 +108,10 @@ async def test_100_streams_of_which_20_are_cancelled() -> None:
         totals = (await stack.status()).totals
         assert (totals.requests_accepted, totals.requests_cancelled) == (100, 20)
     victims = answers[::5]
-    assert [answer.reason for answer in victims] == ["CANCELLED", ""] * 10
+    # Every other one leaves without a word; one that was cancelled before admission has a status alone.
+    assert {answer.reason for answer in victims[::2]} <= {"CANCELLED", ""}
+    assert {answer.code for answer in victims[::2]} == {grpc.StatusCode.CANCELLED}
+    assert {answer.reason for answer in victims[1::2]} == {""}
     told = [(answer.started is not None, bool(answer.token_ids)) for answer in victims[::2]]
     assert set(told) == {(False, False), (True, False), (True, True)}, "every phase was hit"
     for index, (message, answer) in enumerate(zip(messages, answers, strict=True)):

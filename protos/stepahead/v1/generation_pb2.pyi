@@ -109,7 +109,8 @@ class GenerateRequest(_message.Message):
     SCHEDULING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among the caller's live requests; 0 to 128 printable ASCII characters. Empty: the server makes one.
-    The same id with the same body attaches to the running (or kept) request; with another body: ALREADY_EXISTS.
+    The same id with the same body attaches to the running or kept request. With another body: ALREADY_EXISTS while
+    that runs; afterwards it is a request of its own, and what was kept is forgotten.
     """
     model: _builtins.str
     """Name of the served model. Empty: the only served model."""
@@ -135,7 +136,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def constraint(self) -> Global___Constraint:
-        """Restricts the output to a language. Not served yet: refused."""
+        """Restricts the output to a language; not together with stopping.ignore_eos."""
 
     @_builtins.property
     def logprobs(self) -> Global___LogprobParams:
@@ -531,7 +532,7 @@ class LogprobParams(_message.Message):
         KIND_RAW: LogprobParams._Kind.ValueType  # 1
         """The model's distribution, before temperature and filters."""
         KIND_PROCESSED: LogprobParams._Kind.ValueType  # 2
-        """The distribution that was drawn from."""
+        """The distribution that was drawn from; for greedy rows that after penalties, biases and bans at temperature 1."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
         """What the values describe."""
@@ -541,7 +542,7 @@ class LogprobParams(_message.Message):
     KIND_RAW: LogprobParams.Kind.ValueType  # 1
     """The model's distribution, before temperature and filters."""
     KIND_PROCESSED: LogprobParams.Kind.ValueType  # 2
-    """The distribution that was drawn from."""
+    """The distribution that was drawn from; for greedy rows that after penalties, biases and bans at temperature 1."""
 
     OUTPUT_TOP_K_FIELD_NUMBER: _builtins.int
     PROMPT_TOP_K_FIELD_NUMBER: _builtins.int

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepahead.scheduler.core import Finished, FinishReason, Request
-from stepahead.scheduler.errors import ApiError, DeadlineExceeded, RequestCancelled, RowFailed
+from stepahead.scheduler.core import Finished, FinishReason, Request, RowFault
+from stepahead.scheduler.errors import ApiError, DeadlineExceeded, NothingAllowed, RequestCancelled, RowFailed
 from stepahead.scheduler.live_request import Choice, LiveRequest
 
 
@@ -58,6 +58,8 @@ def error_of(finished: Finished) -> ApiError | None:
             f"the deadline passed in phase {finished.deadline_phase} after {finished.num_output_tokens} tokens",
             metadata={"phase": finished.deadline_phase, "output_tokens": str(finished.num_output_tokens)},
         )
+    if finished.fault is RowFault.NOTHING_ALLOWED:
+        return NothingAllowed(finished.num_output_tokens)
     if finished.fault is not None:
         return RowFailed(
             f"the model gave no usable distribution ({finished.fault.value}) "

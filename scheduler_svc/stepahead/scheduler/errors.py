@@ -203,6 +203,20 @@ class RowFailed(ApiError):
     reason = "ROW_FAILED"
 
 
+class NothingAllowed(ApiError):
+    """The request's own restrictions contradict each other at some place of the answer (rule I7)."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "NOTHING_ALLOWED"
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            f"after {num_tokens} tokens nothing may be sampled: the request's constraint, min_tokens, logit_bias, "
+            "bad_words and allowed_token_ids leave no token together",
+            metadata={"fault": "nothing_allowed", "output_tokens": str(num_tokens)},
+        )
+
+
 async def abort(context: grpc.aio.ServicerContext[object, object], error: ApiError) -> NoReturn:
     """Ends an RPC with the error's status and details. Never returns."""
     status = rpc_status.to_status(error.to_status())  # pyright: ignore[reportUnknownMemberType]

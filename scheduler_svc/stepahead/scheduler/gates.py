@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from stepahead.scheduler.constraints.errors import ConstraintError, MatcherError, NothingAllowed
+from stepahead.scheduler.constraints.errors import ConstraintError, MatcherError
+from stepahead.scheduler.constraints.errors import NothingAllowed as NoTokenLeft
 from stepahead.scheduler.convert import gate_to_proto
 from stepahead.scheduler.core import CommitOutcome, Finished, GateRow, RequestKey, Scheduler, StepId
-from stepahead.scheduler.errors import RowFailed
+from stepahead.scheduler.errors import NothingAllowed, RowFailed
 from stepahead.scheduler.live_request import LiveRequest
 from stepahead.scheduler.request_book import RequestBook
 from stepahead.scheduler.worker_link import WorkerLink
@@ -73,8 +74,10 @@ class Gates:
             if matcher is None or key in ended or key not in self._book.choices:
                 continue
             if not matcher.accept(token):
-                error = ConstraintError(f"token {token} does not fit the grammar that allowed it")
-                self._book.fail_internally(self._book.choices[key].live, error)  # rule I5
+                choice = self._book.choices[key]  # rule I5
+                log.error("token refused by the grammar that allowed it", request_key=key, token=token)
+                text = f"after {len(choice.log.token_ids)} tokens: constraint: the grammar cannot go on"
+                self._book.fail(choice.live, RowFailed(text, metadata={"fault": "constraint_failed"}))
             elif matcher.is_finished:
                 self._finish(key, ended)
         for key in [key for key in self._matchers if key in ended or key not in self._book.choices]:
@@ -142,10 +145,11 @@ class Gates:
                 masks[key] = mask
                 continue
             failed = True
-            if isinstance(mask, MatcherError):
-                fault_name = "nothing_allowed" if isinstance(mask, NothingAllowed) else "constraint_failed"
+            if isinstance(mask, NoTokenLeft):
+                self._book.fail(choice.live, NothingAllowed(len(choice.log.token_ids)))
+            elif isinstance(mask, MatcherError):
                 text = f"after {len(choice.log.token_ids)} tokens: {mask}"
-                self._book.fail(choice.live, RowFailed(text, metadata={"fault": fault_name}))
+                self._book.fail(choice.live, RowFailed(text, metadata={"fault": "constraint_failed"}))
             else:
                 self._book.fail_internally(choice.live, mask)
         link.send_gate(gate_to_proto(step_id, rows, masks))

@@ -159,7 +159,9 @@ class RequestBook:
         """Nothing is added to the choice any more."""
         del self.choices[choice.key]
         self.with_stop_strings.discard(choice.key)
-        choice.finished = finished
+        # A request that fails in mid-turn was ended by the core behind tokens that nobody is told of any more.
+        num_delivered = min(finished.num_output_tokens, len(choice.log.token_ids))
+        finished = choice.finished = replace(finished, num_output_tokens=num_delivered)
         try:
             choice.log.end(finished.num_output_tokens, ends_with_stop_id=is_stop_id(finished))
         except TextError as text_error:

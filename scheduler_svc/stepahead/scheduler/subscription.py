@@ -102,7 +102,9 @@ class Subscription:
             yield generation_pb2.GenerationEvent(delta=delta)
         if choice.finished is not None:
             self._ended[choice.index] = True
-            yield choice.finished_event()
+            # A request that was never admitted ends with its status alone: nothing comes before Started.
+            if self.started_sent:
+                yield choice.finished_event()
 
     def _delta(self, choice: Choice) -> generation_pb2.TokenDelta | None:
         accepted = self.live.accepted

@@ -73,6 +73,8 @@ class Engine:
         self._table = table
         self._tokenizer = LLTokenizer(TokenizerWrapper(_Pieces(table)), eos_token=list(table.eos_ids))
         self._limits = LLParserLimits(
+            # Four per property of an object. With the default, 2,000, a wide schema failed behind the first key.
+            max_items_in_row=20_000,
             # 1 to 2 KB each, in the process that serves.
             max_lexer_states=50_000,
             # A message must not hold the grammar, and thereby other parts of a request.
