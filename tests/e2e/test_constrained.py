@@ -205,6 +205,24 @@ async def test_who_was_never_admitted_ends_with_a_status_alone(fields: dict[str,
         first.cancel()
 
 
+async def test_cancel_reaches_a_request_whose_grammar_is_being_compiled(byte_model: Path) -> None:
+    """F1, F3: exactly one terminal, and it is the cancellation."""
+    async with serve(str(byte_model), worker=WORKER) as stack:
+        message = constrained(1, regex="[a-z]{40}")  # the first constraint also loads the engine
+        message.request_id = "early"
+        answering = asyncio.create_task(stack.answer(message))
+        cancel = generation_pb2.CancelRequest(request_ids=["early"])
+
+        async def is_cancelled() -> bool:
+            (outcome,) = (await stack.generation.Cancel(cancel)).outcomes
+            return outcome == generation_pb2.CANCEL_OUTCOME_CANCELLED
+
+        await eventually(is_cancelled)
+        answer = await answering
+        assert (answer.code, answer.token_ids) == (grpc.StatusCode.CANCELLED, [])
+        await stack.assert_quiescent()
+
+
 async def test_a_client_that_leaves_takes_its_gates_along(byte_model: Path) -> None:
     """F2, design rule 4: the row of a gone request is told to skip; nobody waits for its mask."""
     async with serve(str(byte_model), worker=WORKER) as stack:

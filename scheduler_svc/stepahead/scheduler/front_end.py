@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from stepahead.scheduler.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    RequestCancelled,
     Unavailable,
 )
 from stepahead.scheduler.live_request import Choice, LiveRequest, RequestTimes, now_ns
@@ -65,6 +66,10 @@ class FrontEnd:
         self._leaving: OrderedDict[Name, asyncio.TimerHandle] = OrderedDict()
         """Requests without a stream, oldest first, and what ends them."""
         self._ended: OrderedDict[Name, None] = OrderedDict()
+        self._accepting: Counter[Name] = Counter()
+        """Requests whose prompt is being tokenized or whose constraint is being compiled."""
+        self._cancelled_early: set[Name] = set()
+        """Those among them that a Cancel has named (rule F1)."""
 
     # -------------------------------------------------------------------------------------------- ways in
 
@@ -83,6 +88,19 @@ class FrontEnd:
         """
         if self.draining:
             raise Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
+        name = (caller.tenant, request.request_id)
+        self._accepting[name] += 1
+        try:
+            return await self._accept(request, caller, time_remaining_s)
+        finally:
+            self._accepting[name] -= 1
+            if not self._accepting[name]:
+                del self._accepting[name]
+                self._cancelled_early.discard(name)
+
+    async def _accept(
+        self, request: generation_pb2.GenerateRequest, caller: Caller, time_remaining_s: float | None
+    ) -> LiveRequest:
         received_ns = now_ns()
         model = self.cluster.require_model()
         digest = hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
@@ -102,6 +120,8 @@ class FrontEnd:
             return known
         if self.draining:
             raise Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
+        if (caller.tenant, request.request_id) in self._cancelled_early:
+            raise RequestCancelled("the request was cancelled before it was accepted")
         if time_remaining_s is not None:
             accepted = _with_deadline(accepted, time_remaining_s)
         make_text = text_maker(accepted, model)
@@ -238,6 +258,9 @@ class FrontEnd:
         """Ends a request of the caller by its public id, and what was kept of it. Idempotent (rule F3)."""
         name = (caller.tenant, request_id)
         live = self.live.get(name)
+        if live is None and request_id and name in self._accepting:
+            self._cancelled_early.add(name)
+            return generation_pb2.CANCEL_OUTCOME_CANCELLED
         if live is None:
             known = name in self._ended
             return (
