@@ -35,7 +35,7 @@ async def test_a_deadline_in_the_queue(field: str) -> None:
         late = await stack.generate([2], 5, **{field: 60})
         assert late.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert dict(late.error_info.metadata) == {"phase": "queue", "output_tokens": "0"}
-        assert (late.started, late.reason) == (None, "ERROR")
+        assert (late.started, late.reason) == (None, ""), "never admitted: a status alone"
         await fold(first, leading)
         assert (leading.ok, len(leading.token_ids)) == (True, 120)
         await stack.assert_quiescent()
