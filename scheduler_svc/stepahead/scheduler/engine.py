@@ -178,6 +178,10 @@ class Engine:
         elif self.book.requests:
             self._lane_wait_timer = self._loop.call_later(self.settings.lane_wait_s, self._give_up_waiting)
 
+    def close(self) -> None:
+        """The service stops; nothing runs any more."""
+        self.gates.close()
+
     def _give_up_waiting(self) -> None:
         self._lane_wait_timer = None
         for live in list(self.book.requests.values()):

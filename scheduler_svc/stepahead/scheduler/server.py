@@ -109,6 +109,7 @@ class Server:
         await self._publish_health()
         await self.drainer.stop(self.settings.drain_timeout_s)
         await self.cluster.stop()
+        self.engine.close()
         await self._grpc.stop(grace=1.0)
         log.info("stopped")
 

@@ -1,7 +1,7 @@
 """One choice's place in its grammar: which tokens may come next, and does this one.
 
-The mask of output index k follows from the tokens delivered before it, and nothing else (rule I1): a choice that
-was preempted, or moved to another lane, gets a new matcher that replays them.
+The mask of output index k follows from the tokens delivered before it, and nothing else (rule I1). So a matcher
+belongs to its choice and not to a lane: a preemption or another lane changes nothing.
 """
 
 from __future__ import annotations
@@ -50,11 +50,8 @@ class Matcher:
         """Whether nothing can follow but an end of text, or not even that."""
         return self._ended or self._engine.is_stopped()
 
-    def mask(self, *, end_allowed: bool = True) -> bytes:
+    def mask(self) -> bytes:
         """The tokens that may come next.
-
-        Args:
-            end_allowed: False suppresses the ends of text (a minimum length).
 
         Returns:
             ceil(vocab_size / 8) bytes; bit `i % 8` of byte `i // 8` allows token `i`. At least one bit is set.
@@ -63,7 +60,7 @@ class Matcher:
             NothingAllowed: No token is left, or the text has ended (rule I7).
             MatcherFailed: A limit was reached. The matcher cannot be used any more (rule I2).
         """
-        return _finish(self, None if self.is_finished else self._engine.compute_bitmask(), end_allowed=end_allowed)
+        return _finish(self, None if self.is_finished else self._engine.compute_bitmask())
 
     def accept(self, token_id: int) -> bool:
         """Advances by one committed token.
@@ -135,13 +132,13 @@ class MaskPool:
         for row, matcher in enumerate(matchers):
             raw = bytes(packed[row * stride : (row + 1) * stride]) if row in filled else None
             try:
-                masks.append(_finish(matcher, raw, end_allowed=True))
+                masks.append(_finish(matcher, raw))
             except MatcherError as error:
                 masks.append(error)
         return masks
 
 
-def _finish(matcher: Matcher, raw: bytes | None, *, end_allowed: bool) -> bytes:
+def _finish(matcher: Matcher, raw: bytes | None) -> bytes:
     """Checks what the engine wrote (None: it was not asked), and sets the ends of text."""
     engine, table = matcher._engine, matcher._table  # pyright: ignore[reportPrivateUsage] - one module, one secret
     if matcher.has_ended:
@@ -152,7 +149,7 @@ def _finish(matcher: Matcher, raw: bytes | None, *, end_allowed: bool) -> bytes:
             raise NothingAllowed("constraint: no token can follow")
         raise MatcherFailed("constraint: the grammar is too complex at this place")
     mask = bytearray(table.mask_bytes) if raw is None else bytearray(raw[: table.mask_bytes])
-    may_end = end_allowed and engine.is_accepting()
+    may_end = engine.is_accepting()
     for eos_id in table.eos_ids:
         if may_end:
             mask[eos_id >> 3] |= 1 << (eos_id & 7)
