@@ -64,3 +64,43 @@ def test_close_says_when_the_device_hangs() -> None:
     assert not stream.close(0.01)
     go_on.set()
     assert stream.close(10)
+
+
+def test_an_end_that_is_put_off_is_told_by_the_work_behind_it() -> None:
+    trace: list[str] = []
+    stream = CpuStream(lambda error: trace.append(repr(error)))
+    tell_end = stream.put_off_ends()
+
+    def busy() -> None:
+        trace.append("busy")
+        tell_end()
+        trace.append("done")
+
+    stream.submit(lambda: trace.append("a"), lambda: trace.append("end of a"))
+    stream.submit(busy, lambda: trace.append("end of busy"))
+    stream.submit(lambda: trace.append("says nothing"), lambda: trace.append("last end"))
+    stream.start()
+    assert stream.close(10)
+    assert trace == ["a", "busy", "end of a", "done", "says nothing", "end of busy", "last end"]
+
+
+def test_an_end_that_is_put_off_is_told_when_nothing_is_behind_it_or_that_fails() -> None:
+    errors: list[Exception] = []
+    ended = threading.Event()
+    told: list[str] = []
+    stream = CpuStream(errors.append)
+    stream.put_off_ends()
+    stream.start()
+    stream.submit(lambda: None, ended.set)
+    assert ended.wait(10)  # nothing behind it
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    go_on = threading.Event()
+    stream.submit(lambda: go_on.wait(10), lambda: told.append("end before the fault"))
+    stream.submit(broken, lambda: told.append("end of the fault"))
+    go_on.set()
+    assert stream.close(10)
+    assert [str(error) for error in errors] == ["broken"]
+    assert told == ["end before the fault"]

@@ -25,8 +25,8 @@ class Stream(Protocol):
 
         Args:
             task: the work.
-            on_end: called once, on a thread of the stream's, when the work has ended. It must be short: nothing
-                else runs on the device meanwhile.
+            on_end: called once, on a thread of the stream's, when the work has ended. It must be short: on the
+                CPU nothing else runs on the device meanwhile.
         """
         ...
 
@@ -45,6 +45,8 @@ class CpuStream:
     def __init__(self, on_error: ErrorHandler, *, name: str = "stepahead-device") -> None:
         self._work: SimpleQueue[tuple[Task, Task | None] | None] = SimpleQueue()
         self._on_error = on_error
+        self._untold: Task | None = None  # an end that the work behind it will tell; stream's thread only
+        self._puts_off_ends = False
         # A daemon: a device call that never returns must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -55,6 +57,18 @@ class CpuStream:
     def submit(self, task: Task, on_end: Task | None = None) -> None:
         """See `Stream.submit`."""
         self._work.put((task, on_end))
+
+    def put_off_ends(self) -> Task:
+        """From now on work that has a successor leaves the telling of its end to it. On the stream's thread.
+
+        For work that only plays a device. A real one starts its next kernel by itself; here the same thread would
+        first wake the host, some microseconds, and the played device would stand idle for as long.
+
+        Returns:
+            What every later work must call once, as soon as its device is busy.
+        """
+        self._puts_off_ends = True
+        return self._tell_end
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread behind everything submitted before.
@@ -72,8 +86,17 @@ class CpuStream:
             task, on_end = work
             try:
                 task()
-                if on_end is not None:
-                    on_end()
+                self._tell_end()  # work that plays no device has left it to us
+                self._untold = on_end
+                if not self._puts_off_ends or self._work.empty():
+                    self._tell_end()
             except Exception as error:  # noqa: BLE001 - whatever a model raises must be reported, never lost
+                self._tell_end()  # of the work before
                 self._on_error(error)
                 return
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        if (on_end := self._untold) is not None:
+            self._untold = None
+            on_end()

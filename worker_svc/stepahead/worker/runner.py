@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,4 +226,13 @@ class Runner(Protocol):
 
     def sample(self, batch: StepBatch) -> StepSamples:
         """Samples `batch.sample_rows`; writes each OK row's cell (token, last fed position + 1) and rule state."""
+        ...
+
+
+@runtime_checkable
+class PlaysDevice(Protocol):
+    """A runner whose steps only play a device that works by itself: see `CpuStream.put_off_ends`."""
+
+    def tell_ends_by(self, tell_end: Callable[[], object]) -> None:
+        """Each later `forward` calls `tell_end` as soon as its device is busy."""
         ...

@@ -18,6 +18,7 @@ from stepahead.worker.cache_sizing import available_memory_bytes, size_cache
 from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError
 from stepahead.worker.executor import Executor
+from stepahead.worker.runner import PlaysDevice
 from stepahead.worker.service import LoadedWorker, WorkerServicer
 from stepahead.worker.step_device import StepDevice
 
@@ -118,18 +119,20 @@ class WorkerServer:
 
         def load_model() -> None:
             runner = self._make_runner()
+            if isinstance(runner, PlaysDevice):
+                runner.tell_ends_by(stream.put_off_ends())
             facts = runner.load(self._announcer.progress)
             shape = size_cache(settings, facts, available_memory_bytes())
             runner.allocate(shape)
             loop.call_soon_threadsafe(_succeed, loaded, (runner, facts, shape))
 
-        self._stream = CpuStream(device_failed)
-        self._stream.start()
-        self._stream.submit(load_model)
+        self._stream = stream = CpuStream(device_failed)
+        stream.start()
+        stream.submit(load_model)
         runner, facts, shape = await loaded
         worker_instance_id = secrets.token_hex(8)
         self._executor = Executor(
-            StepDevice(runner, self._stream, hold_events=settings.hold_events, single_step=settings.single_step),
+            StepDevice(runner, stream, hold_events=settings.hold_events, single_step=settings.single_step),
             shape,
             vocab_size=facts.vocab_size,
             max_step_ns=settings.max_step_ns,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import repeat
 
 import numpy as np
@@ -141,10 +142,16 @@ class SleepRunner(HashToyRunner):
         )
         spec.finish(("vocab", "ms", "eos", "context"))
         super().__init__(spec, facts)
+        self._tell_end: Callable[[], object] = _nothing
+
+    def tell_ends_by(self, tell_end: Callable[[], object]) -> None:
+        """See `PlaysDevice`."""
+        self._tell_end = tell_end
 
     @override
     def forward(self, batch: StepBatch) -> None:
         end_ns = time.perf_counter_ns() + self._sleep_ns
+        self._tell_end()
         super().forward(batch)
         wait_until(end_ns)
 
@@ -158,6 +165,10 @@ class SleepRunner(HashToyRunner):
         token_ids = self._cache.read(step, choice_rows, last)
         self._unwritten = token_ids == POISON
         self._hashes = mix64(token_tags(last, token_ids).astype(np.uint64))
+
+
+def _nothing() -> None:
+    """Nobody waits for an end."""
 
 
 def wait_until(end_ns: int) -> None:
