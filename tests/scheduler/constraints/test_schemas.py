@@ -8,6 +8,7 @@ import random
 import jsonschema
 import pytest
 
+from stepahead.scheduler.constraints.engine import MAX_JSON_WHITE_SPACE
 from tests.scheduler.constraints.builders import matcher, schema_spec, takes, text_of, walk
 
 _WORDS = ["a", "bc", "x y", "é", 'q"', "b/c~d", ""]
@@ -124,3 +125,15 @@ def test_known_differences_narrower(schema: object, text: str):
 @pytest.mark.parametrize(("schema", "text"), WIDER)
 def test_known_differences_wider(schema: object, text: str):
     assert takes(schema_spec(schema), text)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"type": "object"}', '{"properties": {"a": {"type": "array"}}}', "{}", "true", '{"anyOf": [{}]}']
+)
+def test_white_space_between_tokens_has_an_end(text: str) -> None:
+    """A model that prefers blanks to everything must come to something else in the end."""
+    schema: object = json.loads(text)
+    indented = '{\n\t  "a" : [\r\n 1 ,\n' + 60 * " " + "2 ] }"
+    assert takes(schema_spec(schema), indented)
+    assert takes(schema_spec(schema), '{"a":' + MAX_JSON_WHITE_SPACE * " " + "[]}")
+    assert not takes(schema_spec(schema), '{"a":' + (MAX_JSON_WHITE_SPACE + 1) * " " + "[]}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
@@ -23,6 +23,11 @@ from stepahead.scheduler.constraints.token_table import TokenTable
 # into Python, under the interpreter lock, in the middle of a mask. Without, a mask allows every token that fits.
 _OPTIONS: Final = '%llguidance {"no_forcing": true}'
 _MAX_ERROR_CHARS: Final = 400
+
+# White space has no end of its own: a model that likes blanks would write them until its last token. This much
+# still allows a line break and the indentation of any document a person wrote.
+MAX_JSON_WHITE_SPACE: Final = 64
+_JSON_OPTIONS: Final = {"whitespace_pattern": f"[ \\t\\n\\r]{{0,{MAX_JSON_WHITE_SPACE}}}"}
 
 
 def grammar_of(spec: ConstraintSpec) -> str:
@@ -48,8 +53,10 @@ def grammar_of(spec: ConstraintSpec) -> str:
             return _lark_grammar("start: " + " | ".join(map(_lark_string, dict.fromkeys(spec.texts))))
 
 
-def _json_grammar(schema: object) -> str:
-    grammars = [{"lark_grammar": f"{_OPTIONS}\nstart: @document"}, {"name": "document", "json_schema": schema}]
+def _json_grammar(schema: dict[str, object] | Literal[True, False]) -> str:
+    # True is the schema {}, and has no place for options.
+    document = schema if schema is False else {**({} if schema is True else schema), "x-guidance": _JSON_OPTIONS}
+    grammars = [{"lark_grammar": f"{_OPTIONS}\nstart: @document"}, {"name": "document", "json_schema": document}]
     return json.dumps({"grammars": grammars})
 
 
