@@ -13,8 +13,10 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from stepahead.cli import local_services, services
-from stepahead.cli.failures import StackError
+from stepahead.cli import entry, local_services, main, services
+from stepahead.cli.failures import StackError, describe
+from stepahead.cli.generate import generate
+from stepahead.client.errors import ErrorDetails, FieldViolation, InvalidRequestError
 from stepahead.v1 import generation_pb2
 from tests.client.fake_server import (
     WAIT_S,
@@ -257,7 +259,49 @@ def test_field_is_named_even_if_the_text_does_not(stepahead, fake: FakeServer):
     status.message = "out of range\nand more"
     fake.generate = failing(status)
     result = stepahead("generate", "hi", "--address", fake.address)
-    assert result.stderr == "error: INVALID_ARGUMENT [sampling.top_p]: out of range\n"
+    assert result.stderr == "error: INVALID_ARGUMENT [sampling.top_p]: out of range (option --top-p)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--reattach-window", "-1"], "at least 0 and at most 4294967 seconds, not -1 (option --reattach-window)"),
+        (["--timeout", "nan"], "above 0 and at most 4294967 seconds, not nan (option --timeout)"),
+        (["--logprobs", "-1"], "(option --logprobs)"),
+        (["--logit-bias", "-7=1"], "(option --logit-bias)"),
+    ],
+)
+def test_a_refused_value_names_its_option(stepahead, arguments, words):
+    result = stepahead("generate", "hi", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(words + "\n")
+
+
+def test_every_field_that_has_an_option_names_one_that_exists():
+    request = generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name
+    known = {name for param in generate.params for name in param.opts}
+    for part in ("sampling", "stopping", "logprobs", "constraint", "scheduling"):
+        for field in request[part].message_type.fields:
+            violation = FieldViolation(f"{part}.{field.name}[0].x", "no")
+            error = InvalidRequestError("no", details=ErrorDetails(violations=(violation,)))
+            option = describe(error).rpartition("(option ")[2].removesuffix(")")
+            assert option in known, field.full_name
+
+
+@pytest.mark.parametrize("arguments", [["up", "--model", "toy:tagged", "--drain-timeout"], ["health", "--timeout"]])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_duration_that_is_none_is_a_usage_error(stepahead, arguments, value):
+    assert stepahead(*arguments, value).exit_code == 2
+
+
+def test_ctrl_c_while_modules_load_is_quiet(monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "main", interrupted)
+    with pytest.raises(SystemExit) as exit_info:
+        entry.main()
+    assert exit_info.value.code == 130
 
 
 def test_value_that_does_not_fit_is_bad_input_without_a_server(stepahead):

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ class RecordingView:
 
     def worker_ready(self, name: str) -> None:
         self.seen.append(f"{name} ready")
+
+    def worker_lost(self, error: StackError) -> None:
+        self.seen.append(f"lost: {error.message}")
 
     def stopping(self) -> None:
         self.seen.append("stopping")
@@ -117,6 +121,41 @@ async def test_child_that_dies_later_cancels_the_body_and_stops_the_rest(service
     assert caught.value.message == "worker was ended by SIGKILL"
     assert "memory" in caught.value.advice
     assert services.ends()[-1] == "scheduler SIGTERM"
+
+
+async def test_the_others_go_on_when_a_worker_dies_and_the_last_one_ends_it(services: Services):
+    pids: list[int] = []
+
+    async def body(ready: StackReady) -> None:
+        # A fake service says its process id for a port.
+        pids.extend(int(pid) for pid in re.findall(r"--worker 127.0.0.1:(\d+)", services.journal.read_text()))
+        os.kill(pids[0], signal.SIGKILL)
+        while not any(line.startswith("lost: worker") for line in services.view.seen):  # noqa: ASYNC110 - a list
+            await asyncio.sleep(0.01)
+        assert services.ends() == []
+        os.kill(pids[1], signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    with pytest.raises(StackError, match=r"worker \d was ended by SIGKILL"):
+        await run_stack(services.stack(workers=2), body)
+    assert len(pids) == 2
+    assert services.ends() == ["scheduler SIGTERM"]
+
+
+async def test_services_end_with_a_parent_that_is_killed(services: Services):
+    """Nobody is left to stop them in order; at least they stop."""
+    script = (
+        "import asyncio, os, sys\n"
+        "from pathlib import Path\n"
+        "from tests.cli.test_stack import Services, run_stack\n"
+        "async def body(ready): os.kill(os.getpid(), 9)\n"
+        "asyncio.run(run_stack(Services(Path(sys.argv[1])).stack(), body))\n"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, str(services.folder))
+    assert await parent.wait() == -signal.SIGKILL
+    async with asyncio.timeout(30):
+        await services.until("worker SIGTERM")
+        await services.until("scheduler SIGTERM")
 
 
 async def test_death_of_a_child_explains_the_failure_it_caused(services: Services):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -11,13 +12,14 @@ from stepahead.cli.announcements import Announcement, Failed, parse_announcement
 from stepahead.cli.failures import StackError, describe_exit
 
 _NUM_TAIL_LINES = 15
+_TETHERED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("tethered.py")))
 
 
 class Child:
     """A started service: its announcements, its exit, its log.
 
     It runs in a session of its own, so that Ctrl-C in the terminal reaches only the parent, which then
-    stops the services in the right order.
+    stops the services in the right order. It does not outlive the parent (tethered.py).
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Child:
             log_file = None if log_path is None else log_path.open("ab")
             try:
                 process = await asyncio.create_subprocess_exec(
+                    *_TETHERED,
+                    str(os.getpid()),
                     *argv,
                     "--announce-fd",
                     str(write_fd),

@@ -7,9 +7,11 @@
 130  interrupted
 """
 
+import re
 import signal
 from collections.abc import Sequence
 
+from stepahead.cli.entry import EXIT_INTERRUPTED as EXIT_INTERRUPTED  # noqa: PLC0414 - one of the codes above
 from stepahead.client import (
     DeadlineError,
     InvalidRequestError,
@@ -19,10 +21,20 @@ from stepahead.client import (
     UnavailableError,
 )
 
+# Options whose name is not that of their field in the protocol.
+_OPTION_OF_FIELD = {
+    "stop_strings": "--stop",
+    "output_top_k": "--logprobs",
+    "prompt_top_k": "--prompt-logprobs",
+    "choices": "--choice",
+    "kind": "--processed-logprobs",
+}
+# Parts of a request that hold options; what else a request holds has none of its own.
+_PARTS_WITH_OPTIONS = ("sampling", "stopping", "logprobs", "constraint", "scheduling")
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
-EXIT_INTERRUPTED = 130
 
 
 class StackError(Exception):
@@ -61,7 +73,18 @@ def describe(error: StepaheadError) -> str:
     return f"error: {status}{where}: {text}" + (f" ({hint})" if hint else "")
 
 
+def _option_of(path: str) -> str:
+    """The option that sets a field such as `sampling.logit_bias[0].bias`; empty if there is none."""
+    part, _, rest = path.partition(".")
+    if part not in _PARTS_WITH_OPTIONS or not rest:
+        return ""
+    name = re.split(r"[.\[]", rest, maxsplit=1)[0]
+    return _OPTION_OF_FIELD.get(name) or "--" + name.removesuffix("_ms").replace("_", "-")
+
+
 def _hint(error: StepaheadError) -> str:
+    if error.violations and (option := _option_of(error.violations[0].field)):
+        return f"option {option}"
     if error.retry_delay_s is not None:
         return f"try again in {error.retry_delay_s:g} s"
     if isinstance(error, UnavailableError):

@@ -4,7 +4,7 @@ import click
 import grpc
 
 from stepahead.cli.failures import EXIT_UNAVAILABLE
-from stepahead.cli.options import CONTEXT_SETTINGS, address_option
+from stepahead.cli.options import CONTEXT_SETTINGS, Seconds, address_option
 from stepahead.client.channel import open_channel
 
 # grpc.health.v1: the request names no service, the answer is HealthCheckResponse{status: SERVING}. Spelt out,
@@ -15,7 +15,7 @@ _SERVING = b"\x08\x01"
 
 @click.command(context_settings=CONTEXT_SETTINGS)
 @address_option
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=3.0, help="Seconds to wait for the answer.")
+@click.option("--timeout", type=Seconds(0.1), default=3.0, help="Seconds to wait for the answer.")
 def health(address: str, timeout: float) -> None:
     """Ask a scheduler or worker whether it takes work: exit code 0 if so, 3 if not."""
     with open_channel(address) as channel:

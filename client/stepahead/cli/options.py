@@ -4,6 +4,7 @@ Every command uses CONTEXT_SETTINGS, which makes each option an environment vari
 STEPAHEAD_MAX_TOKENS. An option that would read the wrong variable that way names its own.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -74,6 +75,21 @@ class TextOrFile(click.ParamType[str]):
             return Path(text[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             self.fail(f"cannot read {text[1:]!r}: {error}", param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds, at most a day. NaN compares with nothing, so that a range alone lets it through."""
+
+    def __init__(self, least: float = 0.0, most: float = 86_400.0) -> None:
+        super().__init__(least, most)
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parses the option's text."""
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail("nan is no number of seconds", param, ctx)
+        return seconds
 
 
 class StackArguments(TypedDict):
@@ -228,7 +244,7 @@ def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], 
                 click.option("--log-format", type=click.Choice(["console", "json"])),
                 click.option(
                     "--drain-timeout",
-                    type=click.FloatRange(min=0),
+                    type=Seconds(),
                     default=30.0,
                     help="Seconds that accepted requests may take after Ctrl-C.",
                 ),

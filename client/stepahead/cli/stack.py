@@ -79,6 +79,10 @@ class StackView(Protocol):
         """A worker takes work."""
         ...
 
+    def worker_lost(self, error: StackError) -> None:
+        """A worker has ended by itself; the others go on."""
+        ...
+
     def stopping(self) -> None:
         """The stack stops, which may take as long as the accepted requests do."""
         ...
@@ -164,8 +168,16 @@ class Stack:
         return StackReady(address, ready, tuple(facts for _, facts in workers))
 
     async def watch(self) -> None:
-        """Waits until a child ends by itself, then raises StackError about it."""
-        await _watch(self._children())
+        """Waits until the scheduler or the last worker ends by itself, then raises StackError about it."""
+        scheduler = [] if self._scheduler is None else [self._scheduler]
+        workers = list(self._workers)
+        while len(workers) > 1:
+            dead, error = await _first_death([*scheduler, *workers])
+            if dead not in workers:
+                raise error
+            workers.remove(dead)
+            self._view.worker_lost(error)
+        await _watch([*scheduler, *workers])
 
     async def stop(self) -> None:
         """Stops the scheduler, then the workers. Raises StackError if one had to be killed or failed."""
@@ -280,10 +292,17 @@ async def _stop_after(error: Exception, stack: Stack) -> None:
 
 
 async def _watch(children: Sequence[Child]) -> None:
-    deaths = [asyncio.create_task(child.death()) for child in children]
+    _, error = await _first_death(children)
+    raise error
+
+
+async def _first_death(children: Sequence[Child]) -> tuple[Child, StackError]:
+    """Waits until one of them has ended, and says which and what is known about it."""
+    deaths = {asyncio.create_task(child.death()): child for child in children}
     try:
         done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-        raise next(iter(done)).result()
+        death = next(iter(done))
+        return deaths[death], death.result()
     finally:
         await _cancel(deaths)
 

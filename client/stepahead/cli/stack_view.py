@@ -65,6 +65,11 @@ class ConsoleView:
         """Ends the bars: everything has loaded."""
         self._progress.stop()
 
+    def worker_lost(self, error: StackError) -> None:
+        """Says which worker has ended; the scheduler continues its requests on the others."""
+        show_stack_error(self._console, error)
+        self._console.print("the other workers go on", style="bold yellow")
+
     def stopping(self) -> None:
         """Says what is waited for."""
         self._progress.stop()

@@ -79,7 +79,8 @@ class Fields:
             return None
         # Written so that NaN is refused too.
         if not 0 < number <= UINT32_MAX / 1000:
-            self.refuse(path, f"{number} s is not above 0 and at most {UINT32_MAX // 1000}")
+            least = "at least 0" if zero else "above 0"
+            self.refuse(path, f"must be {least} and at most {UINT32_MAX // 1000} seconds, not {number:g}")
             return None
         return math.ceil(number * 1000)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
+from typing_extensions import override
 
 from stepahead.scheduler.core import Batching, Ordering
 from stepahead.scheduler.worker_names import parse_worker
@@ -63,6 +65,21 @@ def parse_overlap(value: str) -> int:
     raise click.BadParameter(f"{value!r} is not on, off or a depth from 0 to 8", param_hint="--overlap")
 
 
+class Seconds(click.FloatRange):
+    """A number of seconds, at most a day. NaN compares with nothing, so that a range alone lets it through."""
+
+    def __init__(self, least: float = 0.0, most: float = 86_400.0) -> None:
+        super().__init__(least, most)
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parses the option's text."""
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail("nan is no number of seconds", param, ctx)
+        return seconds
+
+
 def _option(name: str, *names: str, **kwargs: object) -> Callable[[FunctionT], FunctionT]:
     """A click option that is also an environment variable STEPAHEAD_<NAME>."""
     env = "STEPAHEAD_" + name.split("/", maxsplit=1)[0].removeprefix("--").upper().replace("-", "_")
@@ -81,7 +98,7 @@ def options(function: FunctionT) -> FunctionT:
                 required=True,
                 help="HOST:PORT of a worker, or dns://HOST:PORT of all workers behind a name; repeatable.",
             ),
-            _option("--resolve-interval", type=click.FloatRange(0.05), default=5.0, help="Seconds, for names."),
+            _option("--resolve-interval", type=Seconds(0.05), default=5.0, help="Seconds, for names."),
             _option("--overlap", default="on", help="on, off, or the overlap depth D."),
             _option(
                 "--settle-prompts",
@@ -107,10 +124,10 @@ def options(function: FunctionT) -> FunctionT:
             _option("--max-waiting-requests", type=click.IntRange(1), default=4096, help="Queue bound."),
             _option("--default-max-tokens", type=click.IntRange(1), default=1024, help="If a request has none."),
             _option("--messages-per-second", type=click.IntRange(100), default=4000, help="Stream budget."),
-            _option("--drain-timeout", type=click.FloatRange(0), default=30.0, help="Seconds."),
-            _option("--lane-wait", type=click.FloatRange(0), default=120.0, help="Seconds without a worker."),
-            _option("--max-step", type=click.FloatRange(0.1), default=120.0, help="Seconds a step may run."),
-            _option("--keepalive", type=click.FloatRange(0.1), default=10.0, help="Seconds of stream silence."),
+            _option("--drain-timeout", type=Seconds(), default=30.0, help="Seconds."),
+            _option("--lane-wait", type=Seconds(), default=120.0, help="Seconds without a worker."),
+            _option("--max-step", type=Seconds(0.1), default=120.0, help="Seconds a step may run."),
+            _option("--keepalive", type=Seconds(0.1), default=10.0, help="Seconds of stream silence."),
             _option("--record-steps", is_flag=True, help="Keep plans and boundaries for GetTimeline (labs)."),
             _option("--log-format", type=click.Choice(["console", "json"]), default="console", help="Logs."),
             _option("--reflection/--no-reflection", default=None, help="Default: on loopback only."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,21 @@ class _ListenType(click.ParamType[tuple[str, int]]):
             self.fail(str(error), param, ctx)
 
 
+class Seconds(click.FloatRange):
+    """A number of seconds, at most a day. NaN compares with nothing, so that a range alone lets it through."""
+
+    def __init__(self, least: float = 0.0, most: float = 86_400.0) -> None:
+        super().__init__(least, most)
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parses the option's text."""
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail("nan is no number of seconds", param, ctx)
+        return seconds
+
+
 _POSITIVE = click.IntRange(min=1)
 
 _OPTIONS = (
@@ -151,7 +167,7 @@ _OPTIONS = (
     click.option("--threads", type=_POSITIVE, default=None, help="Compute threads; default: the machine's cores."),
     click.option(
         "--resume-grace",
-        type=click.FloatRange(min=0, max=3600),
+        type=Seconds(most=3600.0),
         default=10.0,
         show_default=True,
         metavar="SECONDS",
@@ -159,7 +175,7 @@ _OPTIONS = (
     ),
     click.option(
         "--max-step",
-        type=click.FloatRange(min=0.001, max=86400),
+        type=Seconds(0.001),
         default=300.0,
         show_default=True,
         metavar="SECONDS",
