@@ -336,8 +336,8 @@ Rows = list[tuple[Stay, int, bool]]
 def _every_chunk_samples(patch: pytest.MonkeyPatch) -> None:
     choose = planning._choose_chunks
 
-    def mutant(lane: Lane, *, budget: int, max_rows: int) -> Rows:
-        return [(stay, count, True) for stay, count, _ in choose(lane, budget=budget, max_rows=max_rows)]
+    def mutant(lane: Lane, **limits: int) -> Rows:
+        return [(stay, count, True) for stay, count, _ in choose(lane, **limits)]
 
     patch.setattr(planning, "_choose_chunks", mutant)
 
@@ -345,8 +345,8 @@ def _every_chunk_samples(patch: pytest.MonkeyPatch) -> None:
 def _budget_one_too_large(patch: pytest.MonkeyPatch) -> None:
     choose = planning._choose_chunks
 
-    def mutant(lane: Lane, *, budget: int, max_rows: int) -> Rows:
-        return choose(lane, budget=budget + 1, max_rows=max_rows)
+    def mutant(lane: Lane, *, budget: int, **limits: int) -> Rows:
+        return choose(lane, budget=budget + 1, **limits)
 
     patch.setattr(planning, "_choose_chunks", mutant)
 

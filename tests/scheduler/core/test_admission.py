@@ -136,6 +136,7 @@ def test_lane_sizes_are_checked_by_name(fields: dict[str, int], name: str) -> No
         ({"overlap_depth": 9}, "overlap_depth"),
         ({"skip_ahead_window": -1}, "skip_ahead_window"),
         ({"max_times_passed": -1}, "max_times_passed"),
+        ({"max_described_tokens": 0}, "max_described_tokens"),
     ],
 )
 def test_policy_limits_are_checked_by_name(fields: dict[str, int], name: str) -> None:

@@ -65,6 +65,25 @@ def test_a_prompt_whose_records_are_wanted_is_fed_whole() -> None:
     assert driver.must_plan().admissions[0].num_settled_tokens == 8
 
 
+def test_records_of_a_prompt_come_in_portions_that_others_can_wait_for() -> None:
+    """Each position costs the worker a row of logits; a prompt behind it that asks for none takes what is left."""
+    driver = Driver.of(policy={"max_described_tokens": 3}, overlap_depth=0)
+    driver.add(1, 7, max_tokens=2, recompute_prompt=True)
+    driver.add(2, 4, recompute_prompt=True)
+    driver.add(3, 14, max_tokens=1)
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for tokens in ((), (10,), (11,), (12, 13)):
+        plan = driver.must_plan()
+        rows.append((plan.row_slots, plan.row_counts))
+        driver.commit(*tokens)
+    assert rows == [
+        ((0, 2), (3, 13)),
+        ((0, 2), (3, 1)),
+        ((0, 1), (1, 2)),
+        ((1,), (2,)),
+    ]
+
+
 def test_a_group_is_accepted_whole_or_not_at_all() -> None:
     """D8: choices of one request wait together; a refusal leaves nothing behind."""
     driver = Driver.of(policy={"max_waiting": 3})

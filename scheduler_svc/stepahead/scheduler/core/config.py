@@ -46,6 +46,9 @@ class SchedulerConfig:
     """How many requests behind a blocked head of the line are tried."""
     max_times_passed: int = 32
     """How often others may pass a blocked request; then nobody does until it is admitted."""
+    max_described_tokens: int = 128
+    """Prompt positions with log probabilities in one step of a lane. Each costs a row of logits, in time and in
+    memory (49,152 x 4 bytes and some 0.5 ms with SmolLM2), and every stream of the lane waits for it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap_depth <= 8:
@@ -60,6 +63,8 @@ class SchedulerConfig:
             raise ValueError(f"max_held_steps must be 0 or more, not {self.max_held_steps}")
         if self.max_times_passed < 0:
             raise ValueError(f"max_times_passed must be 0 or more, not {self.max_times_passed}")
+        if self.max_described_tokens < 1:
+            raise ValueError(f"max_described_tokens must be 1 or more, not {self.max_described_tokens}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ def build_plan(lane: Lane, config: SchedulerConfig, sitting_out: dict[Stay, None
         lane,
         budget=lane.config.max_num_batched_tokens - len(members),
         max_rows=lane.config.max_num_seqs - len(members),
+        max_described=config.max_described_tokens,
     )
     if not members and not explicit_rows:
         return None
@@ -98,7 +99,7 @@ def choose_victim(lane: Lane) -> Stay:
     return max(running, key=lambda stay: stay.sequence.rank)
 
 
-def _choose_chunks(lane: Lane, *, budget: int, max_rows: int) -> list[tuple[Stay, int, bool]]:
+def _choose_chunks(lane: Lane, *, budget: int, max_rows: int, max_described: int) -> list[tuple[Stay, int, bool]]:
     """Explicit rows: (stay, positions to feed, whether the last one is the newest known token)."""
     rows: list[tuple[Stay, int, bool]] = []
     for stay in lane.prefilling:
@@ -108,6 +109,11 @@ def _choose_chunks(lane: Lane, *, budget: int, max_rows: int) -> list[tuple[Stay
             continue  # rows in flight are holes; their results must come back first
         to_feed = stay.num_to_feed
         count = min(to_feed, budget)
+        if stay.is_described:
+            if max_described == 0:
+                continue
+            count = min(count, max_described)
+            max_described -= count
         rows.append((stay, count, count == to_feed))
         budget -= count
     return rows

@@ -270,6 +270,12 @@ class Stay:
         return len(self.sequence.history) + self.num_placeholders - self.num_dispatched
 
     @property
+    def is_described(self) -> bool:
+        """Whether what it feeds next comes back with log probabilities of its prompt."""
+        sequence = self.sequence
+        return sequence.request.recompute_prompt and self.num_dispatched < sequence.num_prompt_tokens
+
+    @property
     def last_step(self) -> StepId:
         """Fence: newest dispatched step that may name this stay."""
         if self._joined_at is not None and self._left_at is None:
