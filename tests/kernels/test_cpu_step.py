@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepahead.kernels.cpu.step.decoder_step import DecoderStep
-from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind
+from stepahead.kernels.cpu.step.library import InstructionSet, Phase, Probe, TensorKind
 from tests.kernels.step_model import (
     ReferenceDecoder,
     available_sets,
@@ -156,6 +156,28 @@ def test_threads_enter_no_sum(isa):
     results = [make_step(shape, weights, isa, **option).forward(TOKENS, LAYOUT, LAST).logits for option in options]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+def test_a_profile_counts_the_phases_of_both_threads(small):
+    step, _ = small
+    cycles = step.profile()
+    step.forward(TOKENS, LAYOUT, np.array([], np.int64))
+    spent = dict(zip(Phase, cycles.sum(axis=0), strict=True))
+    assert cycles.shape == (2, len(Phase))
+    assert spent[Phase.HEAD] == 0
+    assert all(count > 0 for phase, count in spent.items() if phase != Phase.HEAD)
+    before = cycles.copy()
+    step.forward(TOKENS, LAYOUT, LAST)
+    assert (cycles >= before).all()
+    assert cycles[:, Phase.HEAD].sum() > 0
+
+
+def test_probes_tell_what_they_did(small):
+    step, _ = small
+    assert step.probe(Probe.MULTIPLY, 1000) % (2 * 1000 * 24) == 0
+    once = step.probe(Probe.READ, 1)
+    assert once > 99 * 40 * 2  # the head alone, in bfloat16
+    assert step.probe(Probe.READ, 3) == 3 * once
 
 
 @pytest.mark.parametrize("isa", SETS)

@@ -17,6 +17,8 @@ from stepahead.kernels.cpu.step.library import (
     Batch,
     CacheDims,
     InstructionSet,
+    Phase,
+    Probe,
     TensorKind,
     step_library,
 )
@@ -83,6 +85,8 @@ class DecoderStep:
         self._dtype = dtype
         self._tables: CacheDims | None = None
         self._cache_bytes = 0
+        self._num_threads = num_threads
+        self._cycles: NDArray[np.uint64] | None = None  # the library writes to it
         dims = library_dims(shape)
         dims.isa, dims.bf16_weights = int(isa), _DTYPES[dtype]
         dims.num_threads, dims.pin_threads = num_threads, int(pin_threads)
@@ -235,6 +239,30 @@ class DecoderStep:
         )
         self._library.step_forward(self._handle, ctypes.byref(batch))
         return outputs
+
+    def profile(self) -> NDArray[np.uint64]:
+        """Starts to count what steps spend where; costs nothing unless called.
+
+        Returns:
+            [num_threads, len(Phase)], cycles of the time stamp counter, to which every later step adds.
+        """
+        self._check_open()
+        self._cycles = np.zeros((self._num_threads, len(Phase)), np.uint64)
+        self._library.step_profile(self._handle, self._cycles.ctypes.data)
+        return self._cycles
+
+    def probe(self, kind: Probe, amount: int) -> int:
+        """Does what no step can do faster on this machine, for the caller to time.
+
+        Args:
+            kind: reading or multiplying.
+            amount: how often the weights are read, or how often each thread multiplies 24 vectors.
+
+        Returns:
+            Bytes read or floating point operations done, by all threads.
+        """
+        self._check_open()
+        return int(self._library.step_probe(self._handle, int(kind), amount))
 
     @property
     def _allocated(self) -> CacheDims:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class InstructionSet(IntEnum):
@@ -50,6 +50,30 @@ class TensorKind(IntEnum):
     KEY_NORM = 20
     POST_ATTENTION_NORM = 21
     POST_MLP_NORM = 22
+
+
+class Phase(IntEnum):
+    """What a step's time goes to, `Phase` of abi.h."""
+
+    EMBED = 0
+    QKV = 1
+    PLACE = 2
+    ATTENTION = 3
+    OUTPUT = 4
+    NORM = 5
+    GATE_UP = 6
+    DOWN = 7
+    HEAD = 8
+    WAIT = 9
+
+
+class Probe(IntEnum):
+    """What bounds a step on this machine, `Probe` of abi.h."""
+
+    READ = 0
+    """All packed weights are read, by all threads: bytes."""
+    MULTIPLY = 1
+    """Registers are multiplied, by all threads: floating point operations."""
 
 
 class LayerDims(ctypes.Structure):
@@ -134,6 +158,8 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_voi
         ctypes.c_int32,
         [_HANDLE, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
     ),
+    "step_profile": (None, [_HANDLE, ctypes.c_void_p]),
+    "step_probe": (ctypes.c_int64, [_HANDLE, ctypes.c_int32, ctypes.c_int64]),
     "step_forward": (None, [_HANDLE, ctypes.POINTER(Batch)]),
 }
 

@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 2
+#define STEP_ABI_VERSION 3
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -39,6 +39,24 @@ enum TensorKind : int32_t {
   POST_ATTENTION_NORM,  // only with post norms
   POST_MLP_NORM,
 };
+
+// What a step's time goes to, for `step_profile`.
+enum Phase : int32_t {
+  PHASE_EMBED = 0,
+  PHASE_QKV,
+  PHASE_PLACE,  // rotation, and writing keys and values
+  PHASE_ATTENTION,
+  PHASE_OUTPUT,
+  PHASE_NORM,
+  PHASE_GATE_UP,
+  PHASE_DOWN,
+  PHASE_HEAD,
+  PHASE_WAIT,  // at the barriers
+  NUM_PHASES
+};
+
+// What the machine gives at most, for `step_probe`.
+enum Probe : int32_t { PROBE_READ = 0, PROBE_MULTIPLY };
 
 // In what layers differ.
 struct LayerDims {

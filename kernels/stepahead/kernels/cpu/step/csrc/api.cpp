@@ -111,6 +111,17 @@ static void forward_job(void* argument, int thread) {
   job.model->kernels->forward(*job.model, *job.batch, thread);
 }
 
+struct ProbeJob {
+  const Model* model;
+  Probe kind;
+  int64_t amount;
+};
+
+static void probe_job(void* argument, int thread) {
+  const ProbeJob& job = *static_cast<ProbeJob*>(argument);
+  job.model->kernels->probe(*job.model, job.kind, job.amount, thread);
+}
+
 }  // namespace step
 
 using namespace step;
@@ -201,4 +212,19 @@ STEP_EXPORT void step_forward(void* handle, const Batch* batch) {
   make_tasks(m, *batch);
   ForwardJob job = {&m, batch};
   m.pool->run(forward_job, &job);
+}
+
+// From now on steps add the cycles of the time stamp counter that each thread spends on each part to `cycles`
+// [num_threads][NUM_PHASES], the caller's memory; null: they no longer do.
+STEP_EXPORT void step_profile(void* handle, uint64_t* cycles) { static_cast<Model*>(handle)->cycles = cycles; }
+
+// The machine's bounds, for the caller to time: PROBE_READ reads all packed weights `amount` times, shared by all
+// threads; PROBE_MULTIPLY has every thread multiply registers, `amount` times 24 vectors. Returns the bytes read, or
+// the floating point operations, of all threads.
+STEP_EXPORT int64_t step_probe(void* handle, int32_t kind, int64_t amount) {
+  const Model& m = *static_cast<Model*>(handle);
+  ProbeJob job = {&m, static_cast<Probe>(kind), amount};
+  m.pool->run(probe_job, &job);
+  if (kind == PROBE_READ) return amount * static_cast<int64_t>(m.weight_bytes);
+  return amount * m.dims.num_threads * 24 * m.kernels->vector_width * m.kernels->group * 2;
 }

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "model.h"
+#include "probe.h"
 #include "rows.h"
 
 namespace {
@@ -13,11 +14,14 @@ template <class P>
 class Step {
  public:
   Step(step::Model& model, const step::Batch& batch, int thread)
-      : m(model), batch(batch), thread{*model.pool, thread}, scratch(model.scratch + thread * model.scratch_bytes) {}
+      : m(model),
+        batch(batch),
+        thread{*model.pool, thread, cycles_of(model, thread)},
+        scratch(model.scratch + thread * model.scratch_bytes) {}
 
   void run() {
     const int64_t hidden = m.padded_hidden;
-    rows(batch.num_tokens, [&](int64_t t) {
+    rows(step::PHASE_EMBED, batch.num_tokens, [&](int64_t t) {
       embed_row<P>(m, batch.token_ids[t], m.residual + t * hidden);
       norm(m.residual + t * hidden, m.layers[0].attention_norm, t);
     });
@@ -26,7 +30,7 @@ class Step {
       mlp(layer);
     }
     if (const float* post_norm = m.layers[m.dims.num_layers - 1].post_mlp_norm)
-      rows(batch.num_tokens, [&](int64_t t) { join(t, post_norm); });
+      rows(step::PHASE_NORM, batch.num_tokens, [&](int64_t t) { join(t, post_norm); });
     if (batch.num_logits) head();
   }
 
@@ -37,11 +41,15 @@ class Step {
   const Thread thread;
   char* const scratch;
 
+  static uint64_t* cycles_of(const step::Model& model, int thread) {
+    return model.cycles ? model.cycles + thread * step::NUM_PHASES : nullptr;
+  }
+
   static Activation* as_input(char* memory) { return reinterpret_cast<Activation*>(memory); }
 
   template <class Work>
-  void rows(int64_t num_rows, Work work) {
-    share(thread, (num_rows + ROW_UNIT - 1) / ROW_UNIT, [&](int64_t unit) {
+  void rows(step::Phase phase, int64_t num_rows, Work work) {
+    share(thread, phase, (num_rows + ROW_UNIT - 1) / ROW_UNIT, [&](int64_t unit) {
       for (int64_t row = unit * ROW_UNIT; row < num_rows && row < (unit + 1) * ROW_UNIT; row++) work(row);
     });
   }
@@ -55,9 +63,9 @@ class Step {
     add_normed<P>(m, m.branch + row * m.padded_hidden, post_norm, m.residual + row * m.padded_hidden);
   }
 
-  void add_to_residual(const step::Linear& matrix, char* input, int64_t stride) {
+  void add_to_residual(step::Phase phase, const step::Linear& matrix, char* input, int64_t stride) {
     if (m.dims.post_norms) {
-      linear<P>(thread, matrix, as_input(input), stride, batch.num_tokens,
+      linear<P>(thread, phase, matrix, as_input(input), stride, batch.num_tokens,
                 [&](int64_t row, int64_t panel, auto a, auto b) {
                   float* x = m.branch + row * m.padded_hidden + panel * 2 * P::WIDTH;
                   P::store(x, a);
@@ -65,31 +73,33 @@ class Step {
                 });
       return;
     }
-    linear<P>(thread, matrix, as_input(input), stride, batch.num_tokens, [&](int64_t row, int64_t panel, auto a, auto b) {
-      float* x = m.residual + row * m.padded_hidden + panel * 2 * P::WIDTH;
-      P::store(x, P::add(P::load(x), a));
-      P::store(x + P::WIDTH, P::add(P::load(x + P::WIDTH), b));
-    });
+    linear<P>(thread, phase, matrix, as_input(input), stride, batch.num_tokens,
+              [&](int64_t row, int64_t panel, auto a, auto b) {
+                float* x = m.residual + row * m.padded_hidden + panel * 2 * P::WIDTH;
+                P::store(x, P::add(P::load(x), a));
+                P::store(x + P::WIDTH, P::add(P::load(x + P::WIDTH), b));
+              });
   }
 
   void attention(int layer) {
     const step::Layer& weights = m.layers[layer];
     const int64_t columns = m.query_columns + 2 * m.kv_columns;
     if (layer) norm_all(m.layers[layer - 1].post_mlp_norm, weights.attention_norm);
-    linear<P>(thread, weights.qkv, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+    linear<P>(thread, step::PHASE_QKV, weights.qkv, as_input(m.normed), m.padded_hidden, batch.num_tokens,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* out = m.qkv + row * columns + panel * 2 * P::WIDTH;
                 P::store(out, a);
                 P::store(out + P::WIDTH, b);
               });
-    rows(batch.num_tokens, [&](int64_t t) { place_token<P>(m, batch, layer, t, scratch); });
-    share(thread, m.num_tasks, [&](int64_t task) { attend<P>(m, batch, layer, m.tasks[task], scratch); });
-    add_to_residual(weights.output, m.attended, m.query_columns);
+    rows(step::PHASE_PLACE, batch.num_tokens, [&](int64_t t) { place_token<P>(m, batch, layer, t, scratch); });
+    share(thread, step::PHASE_ATTENTION, m.num_tasks,
+          [&](int64_t task) { attend<P>(m, batch, layer, m.tasks[task], scratch); });
+    add_to_residual(step::PHASE_OUTPUT, weights.output, m.attended, m.query_columns);
   }
 
   // Begins a half of a layer; `post_norm` of the half before it, or null.
   void norm_all(const float* post_norm, const float* weight) {
-    rows(batch.num_tokens, [&](int64_t t) {
+    rows(step::PHASE_NORM, batch.num_tokens, [&](int64_t t) {
       if (post_norm) join(t, post_norm);
       norm(m.residual + t * m.padded_hidden, weight, t);
     });
@@ -99,7 +109,7 @@ class Step {
     const step::Layer& weights = m.layers[layer];
     norm_all(weights.post_attention_norm, weights.mlp_norm);
     const bool gelu = m.dims.gelu;
-    linear<P>(thread, weights.gate_up, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+    linear<P>(thread, step::PHASE_GATE_UP, weights.gate_up, as_input(m.normed), m.padded_hidden, batch.num_tokens,
               [&](int64_t row, int64_t panel, auto gate, auto up) {
                 // Both are z * sigmoid(y): silu with y = z, gelu with y = 2 sqrt(2 / pi) (z + 0.044715 z^3).
                 auto y = gate;
@@ -108,16 +118,16 @@ class Step {
                 const auto active = P::div(gate, P::add(one, e));
                 P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH, P::mul(active, up));
               });
-    add_to_residual(weights.down, m.inner, m.padded_inner);
+    add_to_residual(step::PHASE_DOWN, weights.down, m.inner, m.padded_inner);
   }
 
   void head() {
     float* best = m.best_logits + thread.index * static_cast<int64_t>(m.cache.max_tokens);
     int64_t* best_ids = m.best_ids + thread.index * static_cast<int64_t>(m.cache.max_tokens);
     for (int64_t i = 0; i < batch.num_logits; i++) best[i] = -__builtin_inff(), best_ids[i] = INT64_MAX;
-    rows(batch.num_logits,
+    rows(step::PHASE_NORM, batch.num_logits,
          [&](int64_t i) { norm(m.residual + batch.logit_tokens[i] * m.padded_hidden, m.final_norm, i); });
-    linear<P>(thread, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
+    linear<P>(thread, step::PHASE_HEAD, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 if (m.dims.logit_cap > 0) a = softcap<P>(a, m.dims.logit_cap), b = softcap<P>(b, m.dims.logit_cap);
                 store_logits(row, panel, a, b);
@@ -191,7 +201,7 @@ void forward(step::Model& model, const step::Batch& batch, int thread) {
 
 template <class P>
 constexpr step::Kernels kernels_of() {
-  return {P::WIDTH, P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation), forward<P>};
+  return {P::WIDTH, P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation), forward<P>, probe<P>};
 }
 
 }  // namespace

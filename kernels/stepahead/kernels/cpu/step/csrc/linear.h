@@ -14,13 +14,19 @@ static constexpr int PREFETCH_BYTES = 3072;
 struct Thread {
   step::Pool& pool;
   int index;
+  uint64_t* cycles;  // [NUM_PHASES] of this thread, or null: nobody asks
 };
 
 // Calls work(unit) for units of the phase until none is left; begins with a barrier.
 template <class Work>
-STEP_INLINE void share(const Thread& thread, int64_t num_units, Work work) {
+STEP_INLINE void share(const Thread& thread, step::Phase phase, int64_t num_units, Work work) {
+  const uint64_t arrived = thread.cycles ? __builtin_ia32_rdtsc() : 0;
   thread.pool.next_phase(num_units);
+  const uint64_t begun = thread.cycles ? __builtin_ia32_rdtsc() : 0;
   for (int64_t unit = thread.pool.take(thread.index); unit >= 0; unit = thread.pool.take(thread.index)) work(unit);
+  if (!thread.cycles) return;
+  thread.cycles[step::PHASE_WAIT] += begun - arrived;
+  thread.cycles[phase] += __builtin_ia32_rdtsc() - begun;
 }
 
 // Multiplies a block of rows by a panel into `sums`, and fetches weights of the panel after it. A few rows are done in
@@ -47,10 +53,10 @@ STEP_INLINE void multiply_block(const Run<P>& panel, int64_t stride, int rows, i
 
 // Calls finish(row, panel, first vector, second vector) for every row and panel.
 template <class P, class Finish>
-void linear(const Thread& thread, const step::Linear& matrix, const typename P::Activation* input, int64_t stride,
-            int64_t num_rows, Finish finish) {
+void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
+            const typename P::Activation* input, int64_t stride, int64_t num_rows, Finish finish) {
   const int64_t row_units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
-  share(thread, matrix.num_panels * row_units, [&](int64_t unit) {
+  share(thread, phase, matrix.num_panels * row_units, [&](int64_t unit) {
     // Units of a panel are neighbours: a thread's next unit finds the panel in its cache.
     const int64_t panel = unit / row_units, part = unit % row_units;
     const int64_t begin = num_rows * part / row_units, end = num_rows * (part + 1) / row_units;

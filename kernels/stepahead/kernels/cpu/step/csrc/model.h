@@ -40,6 +40,7 @@ struct Kernels {
   int weight_bytes;      // per weight and per KV element
   int activation_bytes;  // per input of a matrix
   void (*forward)(Model& model, const Batch& batch, int thread);
+  void (*probe)(const Model& model, Probe kind, int64_t amount, int thread);
 };
 
 const Kernels* avx2_kernels(bool bf16);
@@ -80,6 +81,8 @@ struct Model {
   int64_t half, padded_head, group_heads, query_columns, kv_columns, padded_hidden, padded_inner, panel_columns;
   Layer* layers;
   Linear head;
+  char* weights;  // all packed matrices
+  size_t weight_bytes;
   float* final_norm;
   char* embedding;  // [vocab_size][hidden_size], or null: rows are read from the packed head
 
@@ -98,6 +101,7 @@ struct Model {
   int64_t num_tasks, max_tasks;
   float* best_logits;  // [num_threads][max_tokens]
   int64_t* best_ids;
+  uint64_t* cycles;  // [num_threads][NUM_PHASES], the caller's, or null
 };
 
 // Element offset of a block's first tile, in `keys` or `values`.

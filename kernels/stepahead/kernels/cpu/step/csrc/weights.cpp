@@ -24,7 +24,8 @@ bool make_weights(Model& m) {
   const int64_t vocab = round_up(d.vocab_size, 32);
   const int64_t layer_bytes = linear_bytes(m, hidden, columns) + linear_bytes(m, m.query_columns, hidden) +
                               linear_bytes(m, hidden, 2 * inner) + linear_bytes(m, inner, hidden);
-  char* at = allocate(m, d.num_layers * layer_bytes + linear_bytes(m, hidden, vocab) + 4096);
+  m.weight_bytes = d.num_layers * layer_bytes + linear_bytes(m, hidden, vocab);
+  char* at = m.weights = allocate(m, m.weight_bytes + 4096);
   m.layers = new (std::nothrow) Layer[d.num_layers]();
   if (!at || !m.layers) return false;
   for (int layer = 0; layer < d.num_layers; layer++) {
