@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -81,11 +80,11 @@ def fill_cache(step: DecoderStep, rng: np.random.Generator) -> None:
         part[:] = np.resize(few, part.shape)
 
 
-def timed(action: Callable[[], int | None]) -> tuple[float, int]:
-    """Returns seconds and what was returned."""
+def rate(step: DecoderStep, kind: Probe, amount: int) -> float:
+    """Bytes or floating point operations per second."""
     start = time.perf_counter()
-    done = action()
-    return time.perf_counter() - start, done or 0
+    done = step.probe(kind, amount)
+    return done / (time.perf_counter() - start)
 
 
 def measure(engine: NativeEngine, config: ModelConfig, loads: list[Load], rounds: int, console: Console) -> None:
@@ -94,22 +93,24 @@ def measure(engine: NativeEngine, config: ModelConfig, loads: list[Load], rounds
     num_blocks = step.cache_memory()[0].shape[1]
     fill_cache(step, rng)
     cycles = step.profile()
+    logits = np.zeros((max(load.num_rows for load in loads), config.vocab_size), np.float32)
     seconds: dict[Load, list[float]] = {load: [] for load in loads}
     spent: dict[Load, list[np.ndarray]] = {load: [] for load in loads}
     reads: list[float] = []
     multiplies: list[float] = []
     for _ in range(rounds):
-        for kind, rates, amount in ((Probe.READ, reads, 2), (Probe.MULTIPLY, multiplies, 1_000_000)):
-            elapsed, done = timed(lambda kind=kind, amount=amount: step.probe(kind, amount))
-            rates.append(done / elapsed)
+        reads.append(rate(step, Probe.READ, 2))
+        multiplies.append(rate(step, Probe.MULTIPLY, 1_000_000))
         for load in loads:
             layout = load.layout(rng, num_blocks)
             tokens = rng.integers(0, config.vocab_size, len(layout.positions))
             last = layout.query_start_loc[1:].astype(np.int64) - 1
-            step.forward(tokens, layout, last)
+            memory = logits[: load.num_rows]
+            step.forward(tokens, layout, last, logits=memory)
             cycles[:] = 0
-            elapsed, _ = timed(lambda t=tokens, b=layout, i=last: step.forward(t, b, i) and None)
-            seconds[load].append(elapsed)
+            start = time.perf_counter()
+            step.forward(tokens, layout, last, logits=memory)
+            seconds[load].append(time.perf_counter() - start)
             spent[load].append(cycles.mean(axis=0))
     read, multiply = statistics.median(reads), statistics.median(multiplies)
     console.print(f"read {read / 1e9:.1f} GB/s, multiply {multiply / 1e9:.0f} GFLOP/s, {engine.name}")

@@ -137,6 +137,17 @@ def test_no_logits_are_computed_unless_asked_for(small):
     assert outputs.logits.shape == (0, 99)
 
 
+def test_logits_go_where_the_caller_says(small):
+    step, _ = small
+    expected = step.forward(TOKENS, LAYOUT, LAST).logits
+    memory = np.full((2, 99), 7, np.float32)
+    assert step.forward(TOKENS, LAYOUT, LAST, logits=memory).logits is memory
+    np.testing.assert_array_equal(memory, expected)
+    for wrong in (np.zeros((3, 99), np.float32), np.zeros((2, 99)), np.zeros((99, 2), np.float32).T):
+        with pytest.raises(ValueError, match=r"logits must be float32 \[2, 99\]"):
+            step.forward(TOKENS, LAYOUT, LAST, logits=wrong)
+
+
 def test_copies_read_all_sources_first_then_zeroes_apply(small):
     step, _ = small
     for part in step.cache_memory():

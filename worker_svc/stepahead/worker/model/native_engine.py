@@ -135,6 +135,8 @@ class NativeEngine:
         except MemoryError as error:
             raise ModelError(f"the model does not fit into memory: {error}") from error
         reader.finish()
+        self._vocab_size = shape.vocab_size
+        self._logits = np.zeros((0, shape.vocab_size), np.float32)
         padded_head = -(-config.head_dim // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
         self.weight_bytes = reader.num_parameters * dtype.itemsize
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * padded_head * dtype.itemsize
@@ -150,6 +152,7 @@ class NativeEngine:
             )
         except MemoryError as error:
             raise ModelError(str(error)) from error
+        self._logits = np.zeros((shape.max_num_seqs, self._vocab_size), np.float32)
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """See `StepEngine.change_blocks`."""
@@ -158,6 +161,8 @@ class NativeEngine:
     def forward(
         self, token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
     ) -> StepLogits:
-        """See `StepEngine.forward`."""
-        outputs = self.step.forward(token_ids, layout, logit_tokens)
+        """See `StepEngine.forward`. The logits of a step lie where those of the step before it lay."""
+        # more rows than sequences: prompts ask for theirs, which is rare, and too much memory to keep
+        logits = self._logits[: len(logit_tokens)] if len(logit_tokens) <= len(self._logits) else None
+        outputs = self.step.forward(token_ids, layout, logit_tokens, logits=logits)
         return StepLogits(outputs.logits, LargestLogits(outputs.best_ids, outputs.best_logits))

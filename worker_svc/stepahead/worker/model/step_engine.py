@@ -61,5 +61,8 @@ class StepEngine(Protocol):
             layout: where they go.
             logit_tokens: [num_logits] indexes into token_ids, each once. Their logits are in memory at once: where
                 prompts ask for log probabilities, up to max_num_batched_tokens x vocab_size x 4 bytes.
+
+        Returns:
+            Logits that are valid until the next call: an engine may write them to the same memory.
         """
         ...

@@ -205,7 +205,12 @@ class DecoderStep:
             raise MemoryError(f"no memory to copy {len(pairs)} blocks")
 
     def forward(
-        self, token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
+        self,
+        token_ids: NDArray[np.int64],
+        layout: StepLayout,
+        logit_tokens: NDArray[np.int64],
+        *,
+        logits: NDArray[np.float32] | None = None,
     ) -> StepOutputs:
         """Feeds the tokens of a step: writes their keys and values, returns the logits asked for.
 
@@ -213,6 +218,8 @@ class DecoderStep:
             token_ids: [num_tokens] int64.
             layout: where they go.
             logit_tokens: [num_logits] indexes into token_ids.
+            logits: [num_logits, vocab_size] float32, contiguous, to write to; new memory if None. New memory costs
+                page faults in the step: 0.6 ms at 32 rows of 49,152.
 
         Raises:
             ValueError: an array has another shape than the layout says, or an entry is out of range; nothing was
@@ -222,8 +229,16 @@ class DecoderStep:
         inputs = _step_arrays(token_ids, layout, logit_tokens)
         _check_step(inputs, self._shape.vocab_size, cache)
         num_logits = len(logit_tokens)
+        if logits is None:
+            logits = np.empty((num_logits, self._shape.vocab_size), np.float32)
+        elif (
+            logits.shape != (num_logits, self._shape.vocab_size)
+            or logits.dtype != np.float32
+            or not logits.flags.c_contiguous
+        ):
+            raise ValueError(f"logits must be float32 [{num_logits}, {self._shape.vocab_size}], contiguous")
         outputs = StepOutputs(
-            logits=np.empty((num_logits, self._shape.vocab_size), np.float32),
+            logits=logits,
             best_ids=np.empty(num_logits, np.int64),
             best_logits=np.empty(num_logits, np.float32),
         )
