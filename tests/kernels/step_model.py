@@ -12,9 +12,12 @@ from stepahead.kernels.cpu.step.step_shape import StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.attention import paged_attention, write_kv
 from stepahead.kernels.reference.elementwise import gelu_tanh_mul, rms_norm, silu_mul, softcap
+from stepahead.kernels.reference.mixture import choose_experts
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 
 MAX_POSITIONS = 400
+MLP = (TensorKind.GATE, TensorKind.UP, TensorKind.DOWN)
+MLP_BIASES = (TensorKind.GATE_BIAS, TensorKind.UP_BIAS, TensorKind.DOWN_BIAS)
 
 
 def available_sets():
@@ -45,7 +48,7 @@ def shape_of(**sizes):
 
 
 def random_weights(shape, *, biases, qk_norm, seed=0):
-    """(kind, layer) -> float32 array, for every weight the shape has."""
+    """(kind, layer) -> float32 array, for every weight the shape has; experts are the array's first dimension."""
     rng = np.random.default_rng(seed)
     weights = {}
     for kind in TensorKind:
@@ -55,10 +58,17 @@ def random_weights(shape, *, biases, qk_norm, seed=0):
             continue
         if kind.name.startswith("POST") and not shape.post_norms:
             continue
+        if kind == TensorKind.ROUTER and shape.mixture is None:
+            continue
         once = kind in (TensorKind.EMBEDDING, TensorKind.HEAD, TensorKind.FINAL_NORM)
         for layer in range(1 if once else shape.num_layers):
-            size = tensor_shape(shape, kind)
-            scale = 0.3 if len(size) == 1 else size[-1] ** -0.5
+            mixture = shape.is_mixture(layer)
+            if (kind == TensorKind.ROUTER and not mixture) or (mixture and kind in MLP_BIASES):
+                continue
+            size = tensor_shape(shape, kind, layer)
+            if mixture and kind in MLP:
+                size = (shape.mixture.num_experts, *size)
+            scale = 0.3 if len(size) == 1 else size[-1] ** -0.5 * (5 if kind == TensorKind.ROUTER else 1)
             array = rng.normal(scale=scale, size=size) + (1 if kind.name.endswith("NORM") else 0)
             weights[kind, layer] = array.astype(np.float32)
     return weights
@@ -68,7 +78,9 @@ def make_step(shape, weights, isa, *, dtype=torch.float32, num_threads=2, num_bl
     """A step with weights and cache."""
     step = DecoderStep(shape, dtype, InstructionSet[isa], num_threads, **options)
     for (kind, layer), array in weights.items():
-        step.set_tensor(kind, layer, torch.from_numpy(array))
+        experts = array if array.ndim == 3 else [array]
+        for expert, matrix in enumerate(experts):
+            step.set_tensor(kind, layer, torch.from_numpy(matrix), expert=expert)
     step.allocate(num_blocks=num_blocks, block_size=block_size, max_tokens=300, max_positions=MAX_POSITIONS)
     return step
 
@@ -103,9 +115,11 @@ class ReferenceDecoder:
         self.caches = [np.zeros(cache, np.float32) for _ in range(shape.num_layers)]
         self.tables = {rope: rope_tables(rope, MAX_POSITIONS) for rope in shape.ropes}
 
-    def linear(self, x, kind, layer=0):
-        result = x.astype(np.float64) @ self.weights[kind, layer].astype(np.float64).T
-        bias = None if kind == TensorKind.HEAD else self.weights.get((TensorKind[f"{kind.name}_BIAS"], layer))
+    def linear(self, x, kind, layer=0, expert=None):
+        weight = self.weights[kind, layer] if expert is None else self.weights[kind, layer][expert]
+        result = x.astype(np.float64) @ weight.astype(np.float64).T
+        biased = kind not in (TensorKind.HEAD, TensorKind.ROUTER)
+        bias = self.weights.get((TensorKind[f"{kind.name}_BIAS"], layer)) if biased else None
         return (result if bias is None else result + bias).astype(np.float32)
 
     def norm(self, x, kind, layer=0):
@@ -138,17 +152,28 @@ class ReferenceDecoder:
         ]
         return np.concatenate(mixed).reshape(len(x), -1)
 
+    def mlp(self, x, layer, expert=None):
+        gated = gelu_tanh_mul if self.shape.gelu else silu_mul
+        gate_up = [self.linear(x, kind, layer, expert) for kind in (TensorKind.GATE, TensorKind.UP)]
+        return self.linear(gated(np.concatenate(gate_up, axis=-1)), TensorKind.DOWN, layer, expert)
+
+    def mixture(self, x, layer):
+        mixture = self.shape.mixture
+        logits = self.linear(x, TensorKind.ROUTER, layer)
+        weights, chosen = choose_experts(logits, mixture.experts_per_token, normalized=mixture.normalized)
+        answers = np.stack([self.mlp(x, layer, expert) for expert in range(mixture.num_experts)], axis=1)
+        picked = np.take_along_axis(answers, chosen[:, :, None], axis=1)
+        return (picked * weights[:, :, None]).sum(axis=1, dtype=np.float32)
+
     def forward(self, token_ids, layout):
         """Logits of all tokens."""
         table = TensorKind.HEAD if self.shape.tied_head else TensorKind.EMBEDDING
         x = self.weights[table, 0][token_ids] * np.float32(self.shape.embedding_scale)
-        gated = gelu_tanh_mul if self.shape.gelu else silu_mul
         for layer in range(self.shape.num_layers):
             mixed = self.attention(self.norm(x, TensorKind.ATTENTION_NORM, layer), layer, layout)
             x = x + self.norm(self.linear(mixed, TensorKind.OUTPUT, layer), TensorKind.POST_ATTENTION_NORM, layer)
             normed = self.norm(x, TensorKind.MLP_NORM, layer)
-            gate_up = [self.linear(normed, kind, layer) for kind in (TensorKind.GATE, TensorKind.UP)]
-            answer = self.linear(gated(np.concatenate(gate_up, axis=-1)), TensorKind.DOWN, layer)
+            answer = self.mixture(normed, layer) if self.shape.is_mixture(layer) else self.mlp(normed, layer)
             x = x + self.norm(answer, TensorKind.POST_MLP_NORM, layer)
         logits = self.linear(self.norm(x, TensorKind.FINAL_NORM), TensorKind.HEAD)
         return logits if self.shape.logit_cap is None else softcap(logits, self.shape.logit_cap)

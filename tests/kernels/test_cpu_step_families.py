@@ -1,9 +1,13 @@
 """What families add to Llama, in the compiled step: against the reference, and bit by bit against itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from stepahead.kernels.cpu.step.library import TensorKind
+from stepahead.kernels.cpu.step.step_shape import MixtureShape
 from stepahead.kernels.reference.attention import LayerAttention
 from stepahead.kernels.reference.rope import RopeConfig
 from tests.kernels.step_model import (
@@ -39,6 +43,16 @@ ADDITIONS = {
     "post-norms": {"post_norms": True},
     "partial-rope": {"rope": RopeConfig(head_dim=32, theta=10_000.0, rotary_dim=12)},
 }
+EXPERTS = MixtureShape(
+    num_experts=5, experts_per_token=2, intermediate_size=24, normalized=True, layers=(True, True)
+)
+# More experts than a panel has columns; a layer without any; weights that do not sum to 1.
+MANY = {"num_experts": 41, "experts_per_token": 3, "layers": (True, False), "normalized": False}
+MIXTURES = {
+    "mixture": {"mixture": EXPERTS},
+    "mixture-many": {"mixture": replace(EXPERTS, **MANY), "intermediate_size": 10},
+    "mixture-all": {"mixture": replace(EXPERTS, experts_per_token=5), "post_norms": True},
+}
 GEMMA = {
     **layers_of(20, 150),
     "attention_cap": 5.0,
@@ -55,12 +69,13 @@ def decoder(additions):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("name", [*ADDITIONS, "gemma"])
+@pytest.mark.parametrize("name", [*ADDITIONS, *MIXTURES, "gemma"])
 def test_mixed_steps_equal_the_reference(name, isa):
     rng = np.random.default_rng(5)
-    shape, weights = decoder({**ADDITIONS, "gemma": GEMMA}[name])
+    shape, weights = decoder({**ADDITIONS, **MIXTURES, "gemma": GEMMA}[name])
     step, reference = make_step(shape, weights, isa, num_blocks=60), ReferenceDecoder(shape, weights, num_blocks=60)
     llama = {key: array for key, array in weights.items() if not key[0].name.startswith("POST")}
+    llama |= {key: array[0] for key, array in weights.items() if array.ndim == 3}  # its first expert, for all
     plain_shape = shape_of(num_layers=shape.num_layers, tied_head=shape.tied_head)
     plain = ReferenceDecoder(plain_shape, llama, num_blocks=60)
     blocks = rng.permutation(60).reshape(3, 20).tolist()
@@ -96,9 +111,9 @@ def last_logits(step, token_ids, counts, block_size=16):
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["windows", "gemma"])
+@pytest.mark.parametrize("name", ["windows", "gemma", "mixture-many"])
 def test_h7_the_same_bits_however_tokens_are_batched(name, dtype, isa):
-    shape, weights = decoder({**ADDITIONS, "gemma": GEMMA}[name])
+    shape, weights = decoder({**ADDITIONS, **MIXTURES, "gemma": GEMMA}[name])
     token_ids = np.random.default_rng(1).integers(0, shape.vocab_size, 281)
     step = make_step(shape, weights, isa, dtype=dtype, num_blocks=60)
     expected = last_logits(step, token_ids, [281])
@@ -130,6 +145,13 @@ def test_j10_a_window_passes_over_what_it_left_behind(isa):
         (layers_of(3, 0), "window must be positive, not 0"),
         (layers_of(3, 3, rope=RopeConfig(head_dim=16, theta=1.0)), "rope.head_dim 16 is not head_dim 32"),
         ({"attention_cap": 0.0}, "attention_cap must be positive"),
+        ({"mixture": replace(EXPERTS, layers=(True,))}, "mixture.layers: 1 entries for 2 layers"),
+        (
+            {"mixture": replace(EXPERTS, experts_per_token=6)},
+            "must be in 1..num_experts 5, not 6",
+        ),
+        ({"mixture": replace(EXPERTS, intermediate_size=0)}, "mixture.intermediate_size must be positive"),
+        ({"mixture": EXPERTS, "gelu": True}, "the experts of a mixture use silu"),
         ({"logit_cap": -1.0}, "logit_cap must be positive"),
     ],
 )
@@ -144,3 +166,31 @@ def test_a_post_norm_needs_a_model_that_has_them():
     _, weights = decoder({"post_norms": True})
     with pytest.raises(ValueError, match="POST_ATTENTION_NORM: this model has no post norms"):
         make_step(shape_of(), weights, SETS[0])
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_j10_a_token_that_routes_by_nan_fails_alone(isa):
+    shape, weights = decoder({"mixture": EXPERTS, "tied_head": False})
+    weights[TensorKind.EMBEDDING, 0][7] = np.nan
+    step, layout = make_step(shape, weights, isa), layout_of([(0, 1), (0, 1)], [[3], [8]])
+    expected = step.forward(np.array([4, 5]), layout, np.arange(2)).logits
+    outputs = step.forward(np.array([7, 5]), layout, np.arange(2))
+    assert np.isnan(outputs.best_logits).tolist() == [True, False]
+    np.testing.assert_array_equal(outputs.logits[1], expected[1])
+
+
+@pytest.mark.skipif(not SETS, reason="the step library cannot be built here")
+def test_weights_that_a_mixture_or_an_mlp_does_not_have():
+    mixed = shape_of(mixture=replace(EXPERTS, layers=(True, False)))
+    step = make_step(mixed, {}, SETS[0])
+    gate, router = torch.zeros(24, 40), torch.zeros(5, 40)
+    step.set_tensor(TensorKind.GATE, 0, gate, expert=4)
+    for arguments, message in (
+        ((TensorKind.GATE, 0, gate, 5), "GATE of layer 0: expert 5 is outside 0..4"),
+        ((TensorKind.GATE, 1, torch.zeros(72, 40), 1), "GATE of layer 1: expert 1 is outside 0..0"),
+        ((TensorKind.QUERY, 0, torch.zeros(128, 40), 1), "QUERY of layer 0: expert 1 is outside 0..0"),
+        ((TensorKind.ROUTER, 1, router, 0), "ROUTER: layer 1 is no mixture"),
+        ((TensorKind.UP_BIAS, 0, torch.zeros(24), 0), "UP_BIAS: layer 0 is a mixture"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.set_tensor(*arguments[:3], expert=arguments[3])

@@ -115,8 +115,6 @@ FILE_VARIANTS = {
     "qwen3-moe-file": ("Qwen3Moe", {**VARIANTS["qwen3-moe"][1], "mlp_only_layers": []}),
 }
 MIXTURES = ("mixtral", "qwen3-moe")
-NATIVE_VARIANTS = [name for name in VARIANTS if name not in MIXTURES]
-"""What the step library computes; the others it declines."""
 
 
 @dataclass(frozen=True)

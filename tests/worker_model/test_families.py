@@ -4,14 +4,11 @@ import json
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
-from stepahead.worker.errors import ModelError
-from stepahead.worker.model import cpu_runner
 from stepahead.worker.model.registry import make_runner
 from tests.kernels.step_model import available_sets
-from tests.worker_model.conftest import MIXTURES, NATIVE_VARIANTS, VARIANTS, VOCAB_SIZE
+from tests.worker_model.conftest import MIXTURES, VARIANTS, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 
 RNG = np.random.default_rng(11)
@@ -19,7 +16,7 @@ PROMPTS = [RNG.integers(3, VOCAB_SIZE, size).tolist() for size in (5, 19, 30)]
 KERNELS = ["torch", *(["native"] if available_sets() else [])]
 # What each was added for: a window, no rotation, caps and post norms, two bases, fused weights, routing.
 ADDED = list(VARIANTS)[list(VARIANTS).index("qwen3") :]
-CASES = [(kernels, name) for kernels in KERNELS for name in ADDED if kernels == "torch" or name in NATIVE_VARIANTS]
+CASES = [(kernels, name) for kernels in KERNELS for name in ADDED]
 
 
 def driver_for(model, kernels, dtype="float32", **options):
@@ -107,23 +104,6 @@ def test_bfloat16_on_torch_is_about_as_near_to_float32_as_transformers_bfloat16(
     )
     # A mixture's rounding now and then chooses another expert where two are near.
     assert 1e-6 < error < min((2 if variant in MIXTURES else 1.5) * their_error, 0.15)
-
-
-@pytest.mark.parametrize("variant", MIXTURES)
-def test_the_step_library_declines_mixtures_by_name(tiny, monkeypatch, variant):
-    monkeypatch.setattr(cpu_runner, "native_instruction_set", lambda: (0, ""))
-    path = str(tiny(variant).path)
-    with structlog.testing.capture_logs() as logs:
-        make_runner(path, dtype="float32", threads=1, kernels="auto").load(lambda *call: None)
-    model_type = json.loads((tiny(variant).path / "config.json").read_text())["model_type"]
-    reason = f"the step library computes no mixtures of experts ({model_type})"
-    assert [(log["event"], log.get("reason")) for log in logs] == [
-        ("native_kernels_unavailable", reason),
-        ("model_loaded", None),
-    ]
-    assert logs[1]["kernels"] == "torch"
-    with pytest.raises(ModelError, match="native CPU kernels are not available: the step library computes no"):
-        make_runner(path, kernels="native").load(lambda *call: None)
 
 
 def test_the_language_model_of_gemma_3_beside_a_vision_tower(tiny, tmp_path):

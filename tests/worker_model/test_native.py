@@ -14,7 +14,7 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model import cpu_runner, native_engine
 from stepahead.worker.model.registry import KERNELS_ENV, make_runner
 from tests.kernels.step_model import available_sets
-from tests.worker_model.conftest import NATIVE_VARIANTS, VOCAB_SIZE
+from tests.worker_model.conftest import VARIANTS, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 
 PROMPT = np.random.default_rng(4).integers(3, VOCAB_SIZE, 19).tolist()
@@ -41,7 +41,7 @@ def logits_of(driver):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("variant", NATIVE_VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_every_family(tiny, native, variant, isa):
     model = tiny(variant)
     expected = model.logits(PROMPT)
@@ -64,7 +64,7 @@ def test_float32_greedy_tokens_over_64_steps(tiny, native, variant, isa):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("variant", NATIVE_VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_about_as_near_to_float32_as_transformers_bfloat16(tiny, native, variant, isa):
     narrow = copy.deepcopy(tiny(variant).model).bfloat16()
     wide = copy.deepcopy(narrow).float()  # the same weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from stepahead.kernels.cpu.step.build import BuildUnavailable
 from stepahead.kernels.cpu.step.decoder_step import DecoderStep
 from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
-from stepahead.kernels.cpu.step.step_shape import StepShape, tensor_shape
+from stepahead.kernels.cpu.step.step_shape import MixtureShape, StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, layer_norms
@@ -42,15 +43,9 @@ def native_instruction_set() -> tuple[InstructionSet | None, str]:
     return (found[0], "") if found else (None, "this CPU has no AVX2")
 
 
-def declined(config: ModelConfig) -> str | None:
-    """Returns what the library does not compute of a model, None if it computes all of it."""
-    if config.mixture is not None:
-        return f"the step library computes no mixtures of experts ({config.model_type})"
-    return None
-
-
 def step_shape(config: ModelConfig, dtype: torch.dtype) -> StepShape:
     """Returns what the library needs to know."""
+    experts = config.mixture
     return StepShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -70,34 +65,64 @@ def step_shape(config: ModelConfig, dtype: torch.dtype) -> StepShape:
         embedding_scale=float(torch.tensor(config.embedding_scale, dtype=dtype)),
         gelu=config.gelu,
         post_norms=config.post_norms,
+        mixture=experts
+        and MixtureShape(
+            num_experts=experts.num_experts,
+            experts_per_token=experts.experts_per_token,
+            intermediate_size=experts.intermediate_size,
+            normalized=experts.normalized,
+            layers=experts.layers,
+        ),
     )
 
 
-def tensor_names(config: ModelConfig) -> list[tuple[TensorKind, int, str]]:
-    """Returns (kind, layer, checkpoint name) of every tensor of a model, in checkpoint order."""
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor of a checkpoint goes."""
+
+    kind: TensorKind
+    layer: int
+    name: str
+    expert: int = 0
+
+
+def tensor_places(config: ModelConfig) -> list[TensorPlace]:
+    """Returns every tensor of a model, in checkpoint order."""
     embedding = "model.embed_tokens.weight"
-    names = [(TensorKind.HEAD if config.tied_embeddings else TensorKind.EMBEDDING, 0, embedding)]
+    places = [TensorPlace(TensorKind.HEAD if config.tied_embeddings else TensorKind.EMBEDDING, 0, embedding)]
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        names.append((TensorKind.ATTENTION_NORM, layer, prefix + "input_layernorm.weight"))
-        norms = layer_norms(config)
-        names.append((TensorKind.MLP_NORM, layer, f"{prefix}{norms.before_mlp}.weight"))
-        if norms.after_attention is not None and norms.after_mlp is not None:
-            names.append((TensorKind.POST_ATTENTION_NORM, layer, f"{prefix}{norms.after_attention}.weight"))
-            names.append((TensorKind.POST_MLP_NORM, layer, f"{prefix}{norms.after_mlp}.weight"))
-        if config.qk_norm:
-            names.append((TensorKind.QUERY_NORM, layer, prefix + "self_attn.q_norm.weight"))
-            names.append((TensorKind.KEY_NORM, layer, prefix + "self_attn.k_norm.weight"))
-        linears = {kind: f"{prefix}self_attn.{name}" for kind, name in _ATTENTION.items()}
-        linears |= {kind: f"{prefix}mlp.{name}" for kind, name in _MLP.items()}
-        for kind, name in linears.items():
-            names.append((kind, layer, f"{name}.weight"))
-            if _has_bias(config, kind):
-                names.append((_BIASES[kind], layer, f"{name}.bias"))
-    names.append((TensorKind.FINAL_NORM, 0, "model.norm.weight"))
+        places += _layer_places(config, layer)
+    places.append(TensorPlace(TensorKind.FINAL_NORM, 0, "model.norm.weight"))
     if not config.tied_embeddings:
-        names.append((TensorKind.HEAD, 0, "lm_head.weight"))
-    return names
+        places.append(TensorPlace(TensorKind.HEAD, 0, "lm_head.weight"))
+    return places
+
+
+def _layer_places(config: ModelConfig, layer: int) -> list[TensorPlace]:
+    prefix, norms = f"model.layers.{layer}.", layer_norms(config)
+    vectors = {TensorKind.ATTENTION_NORM: "input_layernorm", TensorKind.MLP_NORM: norms.before_mlp}
+    if norms.after_attention is not None and norms.after_mlp is not None:
+        vectors |= {
+            TensorKind.POST_ATTENTION_NORM: norms.after_attention,
+            TensorKind.POST_MLP_NORM: norms.after_mlp,
+        }
+    if config.qk_norm:
+        vectors |= {TensorKind.QUERY_NORM: "self_attn.q_norm", TensorKind.KEY_NORM: "self_attn.k_norm"}
+    linears = {kind: f"self_attn.{name}" for kind, name in _ATTENTION.items()}
+    mixture = config.mixture
+    if mixture is None or not mixture.layers[layer]:
+        linears |= {kind: f"mlp.{name}" for kind, name in _MLP.items()}
+        mixture = None
+    places = [TensorPlace(kind, layer, f"{prefix}{name}.weight") for kind, name in (vectors | linears).items()]
+    for kind, name in linears.items():
+        if _has_bias(config, kind):
+            places.append(TensorPlace(_BIASES[kind], layer, f"{prefix}{name}.bias"))
+    if mixture is not None:
+        places.append(TensorPlace(TensorKind.ROUTER, layer, f"{prefix}mlp.gate.weight"))
+        for expert in range(mixture.num_experts):
+            names = {kind: f"{prefix}mlp.experts.{expert}.{name}.weight" for kind, name in _MLP.items()}
+            places += [TensorPlace(kind, layer, name, expert) for kind, name in names.items()]
+    return places
 
 
 def _has_bias(config: ModelConfig, kind: TensorKind) -> bool:
@@ -130,8 +155,9 @@ class NativeEngine:
         try:
             self.step = DecoderStep(shape, dtype, isa, num_threads)
             reader = TensorReader(source, progress)
-            for kind, layer, name in tensor_names(config):
-                self.step.set_tensor(kind, layer, reader.read(name, tensor_shape(shape, kind)))
+            for place in tensor_places(config):
+                tensor = reader.read(place.name, tensor_shape(shape, place.kind, place.layer))
+                self.step.set_tensor(place.kind, place.layer, tensor, expert=place.expert)
         except MemoryError as error:
             raise ModelError(f"the model does not fit into memory: {error}") from error
         reader.finish()

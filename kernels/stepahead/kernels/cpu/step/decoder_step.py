@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 256
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
+_OF_EXPERTS = (TensorKind.GATE, TensorKind.UP, TensorKind.DOWN)
+_NOT_OF_MIXTURES = (TensorKind.GATE_BIAS, TensorKind.UP_BIAS, TensorKind.DOWN_BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +102,24 @@ class DecoderStep:
         """Ends the threads and frees all memory; the object cannot be used afterwards."""
         self._finalizer()
 
-    def set_tensor(self, kind: TensorKind, layer: int, tensor: torch.Tensor) -> None:
+    def set_tensor(self, kind: TensorKind, layer: int, tensor: torch.Tensor, *, expert: int = 0) -> None:
         """Packs one weight; the tensor can be dropped afterwards.
 
         Args:
             kind: which weight.
             layer: 0 and up; 0 for embedding, head and final norm.
             tensor: [outputs, inputs] or [size], any float dtype.
+            expert: which one's, of GATE, UP and DOWN in a layer that is a mixture.
 
         Raises:
-            ValueError: the layer does not exist or the tensor has another shape than the model says.
+            ValueError: the layer or expert does not exist or the tensor has another shape than the model says.
             MemoryError: no memory.
         """
         self._check_open()
         if not 0 <= layer < self._shape.num_layers:
             raise ValueError(f"layer {layer} is outside 0..{self._shape.num_layers - 1}")
-        expected = tensor_shape(self._shape, kind)
+        self._check_expert(kind, layer, expert)
+        expected = tensor_shape(self._shape, kind, layer)
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{kind.name} has shape {list(tensor.shape)}, must be {list(expected)}")
         if kind == TensorKind.EMBEDDING and self._shape.tied_head:
@@ -124,8 +128,18 @@ class DecoderStep:
             raise ValueError(f"{kind.name}: this model has no post norms")
         dtype = self._dtype if kind < TensorKind.QUERY_BIAS else torch.float32
         plain = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        if self._library.step_set(self._handle, int(kind), layer, plain.data_ptr()):
+        if self._library.step_set(self._handle, int(kind), layer, expert, plain.data_ptr()):
             raise MemoryError(f"no memory for {kind.name} of layer {layer}")
+
+    def _check_expert(self, kind: TensorKind, layer: int, expert: int) -> None:
+        mixture, is_mixture = self._shape.mixture, self._shape.is_mixture(layer)
+        if kind in _NOT_OF_MIXTURES and is_mixture:
+            raise ValueError(f"{kind.name}: layer {layer} is a mixture, its experts have none")
+        if kind == TensorKind.ROUTER and not is_mixture:
+            raise ValueError(f"ROUTER: layer {layer} is no mixture")
+        num_experts = mixture.num_experts if mixture and is_mixture and kind in _OF_EXPERTS else 1
+        if not 0 <= expert < num_experts:
+            raise ValueError(f"{kind.name} of layer {layer}: expert {expert} is outside 0..{num_experts - 1}")
 
     def allocate(self, *, num_blocks: int, block_size: int, max_tokens: int, max_positions: int) -> int:
         """Allocates KV cache and activations, every byte of the cache written; returns the cache's bytes.

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class InstructionSet(IntEnum):
@@ -36,20 +36,21 @@ class TensorKind(IntEnum):
     GATE = 6
     UP = 7
     DOWN = 8
-    QUERY_BIAS = 9
-    KEY_BIAS = 10
-    VALUE_BIAS = 11
-    OUTPUT_BIAS = 12
-    GATE_BIAS = 13
-    UP_BIAS = 14
-    DOWN_BIAS = 15
-    ATTENTION_NORM = 16
-    MLP_NORM = 17
-    FINAL_NORM = 18
-    QUERY_NORM = 19
-    KEY_NORM = 20
-    POST_ATTENTION_NORM = 21
-    POST_MLP_NORM = 22
+    ROUTER = 9
+    QUERY_BIAS = 10
+    KEY_BIAS = 11
+    VALUE_BIAS = 12
+    OUTPUT_BIAS = 13
+    GATE_BIAS = 14
+    UP_BIAS = 15
+    DOWN_BIAS = 16
+    ATTENTION_NORM = 17
+    MLP_NORM = 18
+    FINAL_NORM = 19
+    QUERY_NORM = 20
+    KEY_NORM = 21
+    POST_ATTENTION_NORM = 22
+    POST_MLP_NORM = 23
 
 
 class Phase(IntEnum):
@@ -63,8 +64,9 @@ class Phase(IntEnum):
     NORM = 5
     GATE_UP = 6
     DOWN = 7
-    HEAD = 8
-    WAIT = 9
+    ROUTE = 8
+    HEAD = 9
+    WAIT = 10
 
 
 class Probe(IntEnum):
@@ -79,7 +81,7 @@ class Probe(IntEnum):
 class LayerDims(ctypes.Structure):
     """`LayerDims` of abi.h."""
 
-    _fields_: ClassVar = [("window", ctypes.c_int32), ("rope", ctypes.c_int32)]
+    _fields_: ClassVar = [("window", ctypes.c_int32), ("rope", ctypes.c_int32), ("mixture", ctypes.c_int32)]
 
 
 class Dims(ctypes.Structure):
@@ -101,6 +103,10 @@ class Dims(ctypes.Structure):
         ("num_ropes", ctypes.c_int32),
         ("post_norms", ctypes.c_int32),
         ("gelu", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("experts_per_token", ctypes.c_int32),
+        ("expert_size", ctypes.c_int32),
+        ("normalized", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
         ("embedding_scale", ctypes.c_float),
@@ -151,7 +157,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_voi
     "step_has_isa": (ctypes.c_int32, [ctypes.c_int32]),
     "step_create": (_HANDLE, [ctypes.POINTER(Dims)]),
     "step_destroy": (None, [_HANDLE]),
-    "step_set": (ctypes.c_int32, [_HANDLE, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p]),
+    "step_set": (ctypes.c_int32, [_HANDLE, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p]),
     "step_allocate": (ctypes.c_int64, [_HANDLE, ctypes.POINTER(CacheDims)]),
     "step_cache_memory": (ctypes.c_void_p, [_HANDLE, ctypes.c_int32]),
     "step_change_blocks": (

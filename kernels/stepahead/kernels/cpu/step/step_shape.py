@@ -10,6 +10,18 @@ from stepahead.kernels.reference.rope import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShape:
+    """Experts in place of the MLP, silu inside and without biases; see `reference.mixture`."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalized: bool
+    layers: tuple[bool, ...]
+    """[num_layers], which layers are mixtures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """Sizes of a decoder, and what its family adds to Llama's."""
 
@@ -34,11 +46,16 @@ class StepShape:
     """The MLP's activation: gelu in its tanh form instead of silu."""
     post_norms: bool = False
     """A norm after attention and after the MLP, before the result joins the residual."""
+    mixture: MixtureShape | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The different ways to turn."""
         return tuple(dict.fromkeys(layer.rope for layer in self.all_layers if layer.rope is not None))
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts in place of its MLP."""
+        return self.mixture is not None and self.mixture.layers[layer]
 
     @property
     def all_layers(self) -> tuple[LayerAttention, ...]:
@@ -49,9 +66,14 @@ class StepShape:
 def library_dims(shape: StepShape) -> Dims:
     """Returns what the library is told of a decoder; how it is to compute is left out."""
     layers = [
-        LayerDims(window=layer.window or 0, rope=-1 if layer.rope is None else shape.ropes.index(layer.rope))
-        for layer in shape.all_layers
+        LayerDims(
+            window=layer.window or 0,
+            rope=-1 if layer.rope is None else shape.ropes.index(layer.rope),
+            mixture=int(shape.is_mixture(index)),
+        )
+        for index, layer in enumerate(shape.all_layers)
     ]
+    experts = shape.mixture
     return Dims(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -64,6 +86,10 @@ def library_dims(shape: StepShape) -> Dims:
         num_ropes=len(shape.ropes),
         post_norms=int(shape.post_norms),
         gelu=int(shape.gelu),
+        num_experts=experts.num_experts if experts else 0,
+        experts_per_token=experts.experts_per_token if experts else 0,
+        expert_size=experts.intermediate_size if experts else 0,
+        normalized=int(experts.normalized) if experts else 0,
         norm_eps=shape.norm_eps,
         attention_scale=shape.attention_scale,
         embedding_scale=shape.embedding_scale,
@@ -73,15 +99,19 @@ def library_dims(shape: StepShape) -> Dims:
     )
 
 
-def tensor_shape(shape: StepShape, kind: TensorKind) -> tuple[int, ...]:
-    """Returns the shape a weight must have."""
+def tensor_shape(shape: StepShape, kind: TensorKind, layer: int) -> tuple[int, ...]:
+    """Returns the shape a weight must have; of GATE, UP and DOWN in a mixture, that of one expert."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
+    if shape.mixture is not None and shape.mixture.layers[layer]:
+        inner = shape.mixture.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     outputs = {"QUERY": queries, "KEY": keys, "VALUE": keys, "OUTPUT": hidden, "GATE": inner, "UP": inner}
     inputs = {"OUTPUT": queries, "DOWN": inner}
     name = kind.name
     if kind in (TensorKind.EMBEDDING, TensorKind.HEAD):
         return shape.vocab_size, hidden
+    if kind == TensorKind.ROUTER and shape.mixture is not None:
+        return shape.mixture.num_experts, hidden
     if name in ("QUERY_NORM", "KEY_NORM"):
         return (shape.head_dim,)
     if name.endswith("_BIAS"):
@@ -105,6 +135,7 @@ def check_shape(shape: StepShape) -> None:
     for rope in (shape.rope, *shape.ropes):
         if rope.head_dim != shape.head_dim:
             raise ValueError(f"rope.head_dim {rope.head_dim} is not head_dim {shape.head_dim}")
+    _check_mixture(shape)
     for name in ("attention_cap", "logit_cap"):
         cap = getattr(shape, name)
         if cap is not None and not cap > 0:
@@ -112,3 +143,19 @@ def check_shape(shape: StepShape) -> None:
     for layer in shape.all_layers:
         if layer.window is not None and not 0 < layer.window < 2**31:
             raise ValueError(f"window must be positive, not {layer.window}")
+
+
+def _check_mixture(shape: StepShape) -> None:
+    mixture = shape.mixture
+    if mixture is None:
+        return
+    if len(mixture.layers) != shape.num_layers:
+        raise ValueError(f"mixture.layers: {len(mixture.layers)} entries for {shape.num_layers} layers")
+    if mixture.intermediate_size < 1:
+        raise ValueError(f"mixture.intermediate_size must be positive, not {mixture.intermediate_size}")
+    if not 0 < mixture.experts_per_token <= mixture.num_experts:
+        raise ValueError(
+            f"experts_per_token must be in 1..num_experts {mixture.num_experts}, not {mixture.experts_per_token}"
+        )
+    if shape.gelu:
+        raise ValueError("the experts of a mixture use silu, not gelu")

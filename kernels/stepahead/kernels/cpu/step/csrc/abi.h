@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 3
+#define STEP_ABI_VERSION 4
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -21,9 +21,10 @@ enum TensorKind : int32_t {
   KEY,
   VALUE,
   OUTPUT,
-  GATE,
+  GATE,  // of an expert, if the layer is a mixture; so are UP and DOWN
   UP,
   DOWN,
+  ROUTER,
   QUERY_BIAS,  // vectors from here on
   KEY_BIAS,
   VALUE_BIAS,
@@ -50,6 +51,7 @@ enum Phase : int32_t {
   PHASE_NORM,
   PHASE_GATE_UP,
   PHASE_DOWN,
+  PHASE_ROUTE,  // of a mixture: which experts, and moving rows to them and back
   PHASE_HEAD,
   PHASE_WAIT,  // at the barriers
   NUM_PHASES
@@ -62,6 +64,7 @@ enum Probe : int32_t { PROBE_READ = 0, PROBE_MULTIPLY };
 struct LayerDims {
   int32_t window;  // keys a query sees, its own included; 0: all before it
   int32_t rope;    // which of the tables queries and keys turn by; -1: they do not turn
+  int32_t mixture;  // 0: an MLP
 };
 
 struct Dims {
@@ -71,6 +74,9 @@ struct Dims {
   int32_t num_ropes;
   int32_t post_norms;  // attention's and the MLP's results are normed before they join the residual
   int32_t gelu;        // the MLP's activation: 0 silu, 1 gelu in its tanh form
+  // Of layers that are mixtures: experts in all, for each token, their intermediate size, and whether the weights of a
+  // token's experts are made to sum to 1.
+  int32_t num_experts, experts_per_token, expert_size, normalized;
   float norm_eps, attention_scale, embedding_scale;
   float attention_cap, logit_cap;  // bounds on scores and logits, cap * tanh(x / cap); 0: none
   const LayerDims* layers;         // [num_layers], read by `step_create` only

@@ -35,6 +35,7 @@ char* allocate(Model& model, size_t num_bytes) {
 
 static void free_model(Model* model) {
   delete model->pool;
+  for (int layer = 0; model->layers && layer < model->dims.num_layers; layer++) delete[] model->layers[layer].experts;
   delete[] model->layers;
   for (Region* region = model->regions; region;) {
     Region* next = region->next;
@@ -54,6 +55,8 @@ static void derive_sizes(Model& m) {
   m.kv_columns = d.num_kv_heads * m.padded_head;
   m.padded_hidden = round_up(d.hidden_size, 32);
   m.padded_inner = round_up(d.intermediate_size, 32);
+  m.padded_experts = round_up(d.num_experts, 32);
+  m.padded_expert = round_up(d.expert_size, 32);
   m.panel_columns = 2 * m.kernels->vector_width;
   m.tile_elements = TILE_TOKENS * m.padded_head;
 }
@@ -68,6 +71,22 @@ static Pool* make_pool(const Dims& dims) {
   return Pool::create(dims.num_threads, num_cpus == dims.num_threads ? cpus : nullptr);
 }
 
+template <class T>
+static bool reserve(Model& m, T*& memory, int64_t count) {
+  memory = reinterpret_cast<T*>(allocate(m, count * sizeof(T)));
+  return memory != nullptr;
+}
+
+static bool allocate_routing(Model& m) {
+  Routing& r = m.routing;
+  const int64_t tokens = m.cache.max_tokens, experts = m.dims.num_experts;
+  const int64_t entries = tokens * m.dims.experts_per_token, bytes = m.kernels->activation_bytes;
+  return reserve(m, r.logits, tokens * m.padded_experts) && reserve(m, r.experts, entries) &&
+         reserve(m, r.weights, entries) && reserve(m, r.entries, entries) && reserve(m, r.tokens, entries) &&
+         reserve(m, r.first_entry, experts + 1) && reserve(m, r.first_row_unit, experts + 1) &&
+         reserve(m, r.inputs, entries * m.padded_hidden * bytes) && reserve(m, r.results, entries * m.padded_hidden);
+}
+
 static bool allocate_activations(Model& m) {
   const int64_t tokens = m.cache.max_tokens, bytes = m.kernels->activation_bytes, columns = m.query_columns;
   const int64_t scratch = TASK_QUERIES * (PART_KEYS * 8 + 16 + 2 * m.padded_head * 4) + m.padded_head * 8 + 1024;
@@ -79,7 +98,9 @@ static bool allocate_activations(Model& m) {
   m.normed = allocate(m, tokens * m.padded_hidden * bytes);
   m.queries = allocate(m, tokens * columns * bytes);
   m.attended = allocate(m, tokens * columns * bytes);
-  m.inner = allocate(m, tokens * m.padded_inner * bytes);
+  const int64_t inner = m.padded_inner, all_experts = m.dims.experts_per_token * m.padded_expert;
+  m.inner = allocate(m, tokens * (inner > all_experts ? inner : all_experts) * bytes);
+  if (m.dims.num_experts && !allocate_routing(m)) return false;
   m.scratch = allocate(m, m.scratch_bytes * m.dims.num_threads);
   m.tasks = reinterpret_cast<AttentionTask*>(allocate(m, m.max_tasks * sizeof(AttentionTask)));
   m.best_logits = reinterpret_cast<float*>(allocate(m, tokens * m.dims.num_threads * sizeof(float)));
@@ -154,8 +175,8 @@ STEP_EXPORT void* step_create(const Dims* dims) {
 
 STEP_EXPORT void step_destroy(void* handle) { free_model(static_cast<Model*>(handle)); }
 
-STEP_EXPORT int step_set(void* handle, int32_t kind, int32_t layer, const void* source) {
-  return set_tensor(*static_cast<Model*>(handle), static_cast<TensorKind>(kind), layer, source);
+STEP_EXPORT int step_set(void* handle, int32_t kind, int32_t layer, int32_t expert, const void* source) {
+  return set_tensor(*static_cast<Model*>(handle), static_cast<TensorKind>(kind), layer, expert, source);
 }
 
 // The cache and the activations, every byte of the cache written; returns the cache's bytes, or -1. Called once.

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "linear.h"
+#include "mixture.h"
 #include "model.h"
 #include "probe.h"
 #include "rows.h"
@@ -108,17 +109,44 @@ class Step {
   void mlp(int layer) {
     const step::Layer& weights = m.layers[layer];
     norm_all(weights.post_attention_norm, weights.mlp_norm);
+    if (weights.experts) {
+      mixture(weights);
+      return;
+    }
     const bool gelu = m.dims.gelu;
     linear<P>(thread, step::PHASE_GATE_UP, weights.gate_up, as_input(m.normed), m.padded_hidden, batch.num_tokens,
               [&](int64_t row, int64_t panel, auto gate, auto up) {
-                // Both are z * sigmoid(y): silu with y = z, gelu with y = 2 sqrt(2 / pi) (z + 0.044715 z^3).
-                auto y = gate;
-                if (gelu) y = P::mul(gate, P::fma(P::mul(gate, gate), P::all(0.0713548163f), P::all(1.5957691216f)));
-                const auto one = P::all(1.0f), e = exponential<P>(P::sub(P::zero(), y));
-                const auto active = P::div(gate, P::add(one, e));
-                P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH, P::mul(active, up));
+                P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH,
+                                    gated<P>(gate, up, gelu));
               });
     add_to_residual(step::PHASE_DOWN, weights.down, m.inner, m.padded_inner);
+  }
+
+  void mixture(const step::Layer& weights) {
+    step::Routing& r = m.routing;
+    const int64_t entries = int64_t(batch.num_tokens) * m.dims.experts_per_token;
+    linear<P>(thread, step::PHASE_ROUTE, weights.router, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+              [&](int64_t row, int64_t panel, auto a, auto b) {
+                float* out = r.logits + row * m.padded_experts + panel * 2 * P::WIDTH;
+                P::store(out, a);
+                P::store(out + P::WIDTH, b);
+              });
+    rows(step::PHASE_ROUTE, batch.num_tokens, [&](int64_t t) { choose_experts<P>(m, t); });
+    share(thread, step::PHASE_ROUTE, 1, [&](int64_t) { sort_entries(m, batch.num_tokens); });
+    rows(step::PHASE_ROUTE, entries, [&](int64_t entry) { gather_input<P>(m, entry); });
+    const bool gelu = m.dims.gelu;
+    expert_linear<P>(thread, step::PHASE_GATE_UP, m, weights, &step::Expert::gate_up, as_input(r.inputs),
+                     m.padded_hidden, [&](int64_t entry, int64_t panel, auto gate, auto up) {
+                       P::store_activation(as_input(m.inner) + entry * m.padded_expert + panel * P::WIDTH,
+                                           gated<P>(gate, up, gelu));
+                     });
+    expert_linear<P>(thread, step::PHASE_DOWN, m, weights, &step::Expert::down, as_input(m.inner), m.padded_expert,
+                     [&](int64_t entry, int64_t panel, auto a, auto b) {
+                       float* out = r.results + entry * m.padded_hidden + panel * 2 * P::WIDTH;
+                       P::store(out, a);
+                       P::store(out + P::WIDTH, b);
+                     });
+    rows(step::PHASE_ROUTE, batch.num_tokens, [&](int64_t t) { combine_experts<P>(m, t); });
   }
 
   void head() {

@@ -52,6 +52,33 @@ STEP_INLINE void multiply_block(const Run<P>& panel, int64_t stride, int rows, i
   }
 }
 
+// Multiplies rows begin .. end by a panel; finish(row, panel, first vector, second vector) takes the results.
+// `last_rows`: no other unit follows on this panel.
+template <class P, class Finish>
+STEP_INLINE void multiply_unit(const step::Linear& matrix, const typename P::Activation* input, int64_t stride,
+                               int64_t begin, int64_t end, int64_t panel, bool last_rows, Finish finish) {
+  const auto* weights = reinterpret_cast<const typename P::Weight*>(matrix.weights + panel * matrix.panel_bytes);
+  const int64_t passes = (end - begin + P::ROWS - 1) / P::ROWS;
+  alignas(64) float sums[P::ROWS * 2 * P::WIDTH];
+  auto bias0 = P::zero(), bias1 = P::zero();
+  if (matrix.bias) {
+    bias0 = P::load(matrix.bias + panel * 2 * P::WIDTH);
+    bias1 = P::load(matrix.bias + panel * 2 * P::WIDTH + P::WIDTH);
+  }
+  for (int64_t pass = 0; pass < passes; pass++) {
+    const int64_t row = begin + (end - begin) * pass / passes, next = begin + (end - begin) * (pass + 1) / passes;
+    const int rows = static_cast<int>(next - row);
+    const Run<P> run = {
+        input + row * stride, weights, weights + P::WIDTH * P::GROUP, matrix.num_inputs / P::GROUP, {}};
+    multiply_block<P>(run, stride, rows, pass, passes, last_rows, sums);
+    for (int r = 0; r < rows; r++) {
+      auto v0 = P::load(sums + r * 2 * P::WIDTH), v1 = P::load(sums + r * 2 * P::WIDTH + P::WIDTH);
+      if (matrix.bias) v0 = P::add(v0, bias0), v1 = P::add(v1, bias1);
+      finish(row + r, panel, v0, v1);
+    }
+  }
+}
+
 // Calls finish(row, panel, first vector, second vector) for every row and panel.
 template <class P, class Finish>
 void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
@@ -61,26 +88,7 @@ void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
     // Units of a panel are neighbours: a thread's next unit finds the panel in its cache.
     const int64_t panel = unit / row_units, part = unit % row_units;
     const int64_t begin = num_rows * part / row_units, end = num_rows * (part + 1) / row_units;
-    const auto* weights = reinterpret_cast<const typename P::Weight*>(matrix.weights + panel * matrix.panel_bytes);
-    const int64_t passes = (end - begin + P::ROWS - 1) / P::ROWS;
-    alignas(64) float sums[P::ROWS * 2 * P::WIDTH];
-    auto bias0 = P::zero(), bias1 = P::zero();
-    if (matrix.bias) {
-      bias0 = P::load(matrix.bias + panel * 2 * P::WIDTH);
-      bias1 = P::load(matrix.bias + panel * 2 * P::WIDTH + P::WIDTH);
-    }
-    for (int64_t pass = 0; pass < passes; pass++) {
-      const int64_t row = begin + (end - begin) * pass / passes, next = begin + (end - begin) * (pass + 1) / passes;
-      const int rows = static_cast<int>(next - row);
-      const Run<P> run = {
-          input + row * stride, weights, weights + P::WIDTH * P::GROUP, matrix.num_inputs / P::GROUP, {}};
-      multiply_block<P>(run, stride, rows, pass, passes, part == row_units - 1, sums);
-      for (int r = 0; r < rows; r++) {
-        auto v0 = P::load(sums + r * 2 * P::WIDTH), v1 = P::load(sums + r * 2 * P::WIDTH + P::WIDTH);
-        if (matrix.bias) v0 = P::add(v0, bias0), v1 = P::add(v1, bias1);
-        finish(row + r, panel, v0, v1);
-      }
-    }
+    multiply_unit<P>(matrix, input, stride, begin, end, panel, part == row_units - 1, finish);
   });
 }
 

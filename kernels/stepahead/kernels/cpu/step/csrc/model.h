@@ -52,8 +52,14 @@ struct Linear {
   float* bias;  // [num_panels * 2 * vector_width] or null
 };
 
+struct Expert {
+  Linear gate_up, down;
+};
+
 struct Layer {
   Linear qkv, output, gate_up, down;  // gate_up: a panel is one vector of gate columns, then the same ones of up
+  Linear router;                      // of a mixture, which has experts in place of gate_up and down
+  Expert* experts;                    // [num_experts] or null
   float *attention_norm, *mlp_norm;   // [padded_hidden]
   float *query_norm, *key_norm;       // [padded_head] or null
   float *post_attention_norm, *post_mlp_norm;  // [padded_hidden] or null
@@ -64,6 +70,19 @@ struct Layer {
 // One (row, KV head, run of query rows) of attention.
 struct AttentionTask {
   int32_t row, kv_head, first_query, num_queries;
+};
+
+// Where a step's tokens go in a mixture; an entry is a token at one of its experts. Entries are sorted by expert.
+struct Routing {
+  float* logits;            // [max_tokens][padded experts]
+  int32_t* experts;         // [max_tokens][experts_per_token], best first
+  float* weights;           // likewise
+  int32_t* entries;         // likewise: where it is among the sorted ones
+  int32_t* tokens;          // [max_tokens * experts_per_token], of each sorted entry
+  int32_t* first_entry;     // [num_experts + 1]
+  int64_t* first_row_unit;  // [num_experts + 1], an expert's entries in units of rows
+  char* inputs;             // [entries][padded_hidden], activations
+  float* results;           // [entries][padded_hidden]
 };
 
 struct Region {  // memory from the system, freed with the model
@@ -79,6 +98,7 @@ struct Model {
   Region* regions;
 
   int64_t half, padded_head, group_heads, query_columns, kv_columns, padded_hidden, padded_inner, panel_columns;
+  int64_t padded_experts, padded_expert;  // experts, and the intermediate size of one
   Layer* layers;
   Linear head;
   char* weights;  // all packed matrices
@@ -95,6 +115,7 @@ struct Model {
   float *residual, *qkv;                         // [padded_hidden], [query_columns + 2 * kv_columns]
   float* branch;                                 // [padded_hidden], with post norms: what has yet to join the residual
   char *normed, *queries, *attended, *inner;     // queries: [kv_head][token][head of group][padded_head]
+  Routing routing;
   char* scratch;                                 // [num_threads][scratch_bytes]
   int64_t scratch_bytes;
   AttentionTask* tasks;
@@ -112,6 +133,6 @@ static inline int64_t block_offset(const Model& model, int layer, int64_t block,
 
 char* allocate(Model& model, size_t num_bytes);  // zeroed, 2 MiB aligned; null if the system has none
 bool make_weights(Model& model);
-int set_tensor(Model& model, TensorKind kind, int layer, const void* source);
+int set_tensor(Model& model, TensorKind kind, int layer, int expert, const void* source);
 
 }  // namespace step

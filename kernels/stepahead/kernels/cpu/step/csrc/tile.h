@@ -110,6 +110,16 @@ STEP_INLINE typename P::F exponential(typename P::F x) {
   return P::mul(p, P::power_of_two(n));
 }
 
+// activation(gate) * up. Both activations are z * sigmoid(y): silu with y = z, gelu (its tanh form) with
+// y = 2 sqrt(2 / pi) (z + 0.044715 z^3).
+template <class P>
+STEP_INLINE typename P::F gated(typename P::F gate, typename P::F up, bool gelu) {
+  auto y = gate;
+  if (gelu) y = P::mul(gate, P::fma(P::mul(gate, gate), P::all(0.0713548163f), P::all(1.5957691216f)));
+  const auto e = exponential<P>(P::sub(P::zero(), y));
+  return P::mul(P::div(gate, P::add(P::all(1.0f), e)), up);
+}
+
 // cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1): good to about 1e-7 of cap.
 template <class P>
 STEP_INLINE typename P::F softcap(typename P::F x, float cap) {

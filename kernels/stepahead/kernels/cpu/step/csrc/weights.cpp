@@ -18,13 +18,20 @@ static void place_linear(Model& m, Linear& matrix, int64_t inputs, int64_t outpu
   at += linear_bytes(m, inputs, outputs);
 }
 
+static int64_t layer_bytes(const Model& m, bool mixture) {
+  const int64_t hidden = m.padded_hidden, inner = mixture ? m.padded_expert : m.padded_inner;
+  const int64_t mlp = linear_bytes(m, hidden, 2 * inner) + linear_bytes(m, inner, hidden);
+  const int64_t attention = linear_bytes(m, hidden, m.query_columns + 2 * m.kv_columns) +
+                            linear_bytes(m, m.query_columns, hidden);
+  return attention + (mixture ? linear_bytes(m, hidden, m.padded_experts) + m.dims.num_experts * mlp : mlp);
+}
+
 bool make_weights(Model& m) {
   const Dims& d = m.dims;
-  const int64_t columns = m.query_columns + 2 * m.kv_columns, hidden = m.padded_hidden, inner = m.padded_inner;
+  const int64_t columns = m.query_columns + 2 * m.kv_columns, hidden = m.padded_hidden;
   const int64_t vocab = round_up(d.vocab_size, 32);
-  const int64_t layer_bytes = linear_bytes(m, hidden, columns) + linear_bytes(m, m.query_columns, hidden) +
-                              linear_bytes(m, hidden, 2 * inner) + linear_bytes(m, inner, hidden);
-  m.weight_bytes = d.num_layers * layer_bytes + linear_bytes(m, hidden, vocab);
+  m.weight_bytes = linear_bytes(m, hidden, vocab);
+  for (int layer = 0; layer < d.num_layers; layer++) m.weight_bytes += layer_bytes(m, d.layers[layer].mixture);
   char* at = m.weights = allocate(m, m.weight_bytes + 4096);
   m.layers = new (std::nothrow) Layer[d.num_layers]();
   if (!at || !m.layers) return false;
@@ -34,8 +41,18 @@ bool make_weights(Model& m) {
     l.rope = d.layers[layer].rope;
     place_linear(m, l.qkv, hidden, columns, at);
     place_linear(m, l.output, m.query_columns, hidden, at);
-    place_linear(m, l.gate_up, hidden, 2 * inner, at);
-    place_linear(m, l.down, inner, hidden, at);
+    if (!d.layers[layer].mixture) {
+      place_linear(m, l.gate_up, hidden, 2 * m.padded_inner, at);
+      place_linear(m, l.down, m.padded_inner, hidden, at);
+      continue;
+    }
+    place_linear(m, l.router, hidden, m.padded_experts, at);
+    l.experts = new (std::nothrow) Expert[d.num_experts];
+    if (!l.experts) return false;
+    for (int expert = 0; expert < d.num_experts; expert++) {
+      place_linear(m, l.experts[expert].gate_up, hidden, 2 * m.padded_expert, at);
+      place_linear(m, l.experts[expert].down, m.padded_expert, hidden, at);
+    }
   }
   place_linear(m, m.head, hidden, vocab, at);
   if (d.tied_head) return true;
@@ -67,8 +84,11 @@ static int64_t column_of(const Model& m, const Placement& p, int64_t output) {
   }
 }
 
-static Placement placement_of(Model& m, TensorKind kind, Layer& l) {
+static Placement placement_of(Model& m, TensorKind kind, Layer& l, int expert) {
   const Dims& d = m.dims;
+  Linear& gate_up = l.experts ? l.experts[expert].gate_up : l.gate_up;
+  Linear& down = l.experts ? l.experts[expert].down : l.down;
+  const int64_t inner = l.experts ? d.expert_size : d.intermediate_size;
   const int64_t queries = int64_t(d.num_heads) * d.head_dim, keys = int64_t(d.num_kv_heads) * d.head_dim;
   switch (kind) {
     case QUERY:
@@ -85,13 +105,15 @@ static Placement placement_of(Model& m, TensorKind kind, Layer& l) {
       return {&l.output, d.hidden_size, queries, Placement::PLAIN, 0, true};
     case GATE:
     case GATE_BIAS:
-      return {&l.gate_up, d.intermediate_size, d.hidden_size, Placement::GATED, 0, false};
+      return {&gate_up, inner, d.hidden_size, Placement::GATED, 0, false};
     case UP:
     case UP_BIAS:
-      return {&l.gate_up, d.intermediate_size, d.hidden_size, Placement::GATED, m.kernels->vector_width, false};
+      return {&gate_up, inner, d.hidden_size, Placement::GATED, m.kernels->vector_width, false};
     case DOWN:
     case DOWN_BIAS:
-      return {&l.down, d.hidden_size, d.intermediate_size, Placement::PLAIN, 0, false};
+      return {&down, d.hidden_size, inner, Placement::PLAIN, 0, false};
+    case ROUTER:
+      return {&l.router, d.num_experts, d.hidden_size, Placement::PLAIN, 0, false};
     default:
       return {&m.head, d.vocab_size, d.hidden_size, Placement::PLAIN, 0, false};
   }
@@ -152,7 +174,7 @@ static int set_norm(Model& m, float*& norm, const float* source, int64_t size, b
   return 0;
 }
 
-int set_tensor(Model& m, TensorKind kind, int layer, const void* source) {
+int set_tensor(Model& m, TensorKind kind, int layer, int expert, const void* source) {
   const Dims& d = m.dims;
   Layer& l = m.layers[layer];
   const float* vector = static_cast<const float*>(source);
@@ -177,7 +199,7 @@ int set_tensor(Model& m, TensorKind kind, int layer, const void* source) {
     default:
       break;
   }
-  PackJob job = {&m, placement_of(m, kind, l), source};
+  PackJob job = {&m, placement_of(m, kind, l, expert), source};
   if (kind >= QUERY_BIAS) return set_bias(m, job.placement, vector);
   m.pool->run(pack_job, &job);
   return 0;
