@@ -73,9 +73,10 @@ def tensors_of(tiny_model, architecture):
     return tensors | stacks
 
 
-def write_gguf(path, tiny_model, architecture, kind=TYPES.F32, extra=None):
+def write_gguf(path, tiny_model, architecture, kind=TYPES.F32, extra=None, tensors_per_file=0):
+    """Returns `path`; with `tensors_per_file` the files are beside it, named as the writer names parts."""
     config = tiny_model.model.config
-    writer = gguf.GGUFWriter(str(path), architecture)
+    writer = gguf.GGUFWriter(str(path), architecture, split_max_tensors=tensors_per_file)
     if "add_block_count" not in [add for add, *_ in extra or ()]:
         writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

@@ -87,7 +87,7 @@ def test_each_type_against_the_formats_description(tmp_path, name):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    source = GgufSource(PlainReader(tmp_path / "bits.gguf"), tmp_path / "bits.gguf", "llama", {})
+    source = GgufSource({tmp_path / "bits.gguf": PlainReader(tmp_path / "bits.gguf")}, "llama", {})
     expected = gguf_reference.dequantised(name, rows)
     values, stored_bytes = source.read("model.layers.0.mlp.up_proj.weight")
     assert stored_bytes == rows.nbytes
@@ -121,7 +121,7 @@ def test_a_directory_with_one_gguf_file(tiny, tmp_path):
     write_gguf(tmp_path / "one.gguf", model, "llama")
     assert driver_for(tmp_path).facts.name == "one"
     write_gguf(tmp_path / "two.gguf", model, "llama")
-    with pytest.raises(ModelError, match=r"several GGUF files; name one: one.gguf, two.gguf"):
+    with pytest.raises(ModelError, match=r"several GGUF models; name one: one.gguf, two.gguf"):
         driver_for(tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_unsupported_is_refused_by_name(tiny, tmp_path):
             "llama",
             TYPES.F32,
             [("add_uint16", "split.count", 3)],
-            "one of 3 GGUF files .* supported are models in one",
+            r"it is part 1 of 3 \(split.no, split.count\); it is read as part 1 of 1: .* NAME-00001-of-00003.gguf",
         ),
         ("llama", TYPES.F32, [("add_rope_dimension_count", 4)], "rope.dimension_count 4"),
     ]
@@ -177,6 +177,52 @@ def test_unsupported_is_refused_by_name(tiny, tmp_path):
         path = write_gguf(tmp_path / f"{number}.gguf", model, architecture, kind, extra)
         with pytest.raises(ModelError, match=message):
             make_runner(str(path)).load(lambda *call: None)
+
+
+@pytest.fixture
+def split(tiny, tmp_path):
+    """Returns (the model, its files): a mixture, so that a file begins inside a layer."""
+    model = tiny("mixtral")
+    write_gguf(tmp_path / "tiny.gguf", model, "llama", extra=EXPERTS, tensors_per_file=12)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert [file.name for file in files] == [f"tiny-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    return model, files
+
+
+def test_a_model_in_several_files_by_its_first_and_by_directory(split):
+    model, files = split
+    for spec in (files[0], files[0].parent):
+        driver = driver_for(spec)
+        driver.run([driver.admit(PROMPT)], 1, chunk=6)
+        np.testing.assert_allclose(driver.runner._logits.logits[0], model.logits(PROMPT)[-1], atol=1e-3)
+        assert driver.facts.name == "tiny"
+
+
+def test_files_of_a_split_model_that_do_not_fit_are_told(split):
+    _, files = split
+
+    def refused(spec, message):
+        with pytest.raises(ModelError, match=message):
+            make_runner(str(spec)).load(lambda *call: None)
+
+    refused(files[1], "tiny-00002-of-00003.gguf is part 2 of a model in 3 files; name the first")
+    swapped = files[1].rename(files[0].parent / "held")
+    files[2].rename(files[1])
+    refused(files[0], "of the model's 3 files tiny-00003-of-00003.gguf are missing beside it")
+    swapped.rename(files[2])
+    refused(files[0], "tiny-00002-of-00003.gguf says that it is part 3 of 3 .*; it is read as part 2 of 3")
+    files[0].unlink()
+    files[1].unlink()
+    refused(
+        files[0].parent, "of the model's 3 files tiny-00001-of-00003.gguf, tiny-00002-of-00003.gguf are missing"
+    )
+
+
+def test_a_split_model_that_lacks_tensors_is_told(tiny, tmp_path):
+    extra = [("add_uint16", "split.count", 1), ("add_int32", "split.tensors.count", 40)]
+    path = write_gguf(tmp_path / "tiny.gguf", tiny("llama-mha"), "llama", extra=extra)
+    with pytest.raises(ModelError, match=r"speaks of 40 tensors \(split.tensors.count\), its files hold 30"):
+        make_runner(str(path)).load(lambda *call: None)
 
 
 def test_end_of_turn_ids_end_too(tiny, tmp_path):

@@ -10,11 +10,12 @@ from typing import Protocol, cast
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, read_config
 from stepahead.worker.model.family_source import FamilySource
+from stepahead.worker.model.gguf_parts import first_file
 from stepahead.worker.model.weights import SafetensorsSource, WeightSource
 
 SPEC_FORMS = (
-    "a directory with config.json and safetensors or one GGUF file, a FILE.gguf, a hub id OWNER/NAME, or toy:NAME "
-    "(score-table, running-sum, window-sum, tagged, sleep)"
+    "a directory with config.json and safetensors or one GGUF model, a FILE.gguf (of several the first), a hub id "
+    "OWNER/NAME, or toy:NAME (score-table, running-sum, window-sum, tagged, sleep)"
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -74,11 +75,13 @@ def open_checkpoint(spec: str) -> Checkpoint:
             raise ModelError(f"{spec}: no such file")
         return _open_gguf(path)
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
+        files = sorted({first_file(file) for file in path.glob("*.gguf")})
         if not files or (path / "config.json").exists():
             return DirectoryCheckpoint(path, path.resolve().name)
         if len(files) > 1:
-            raise ModelError(f"{path} holds several GGUF files; name one: {', '.join(file.name for file in files)}")
+            raise ModelError(
+                f"{path} holds several GGUF models; name one: {', '.join(file.name for file in files)}"
+            )
         return _open_gguf(files[0])
     if _HUB_ID.fullmatch(spec):
         return DirectoryCheckpoint(_download(spec), spec)

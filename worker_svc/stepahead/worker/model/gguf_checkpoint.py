@@ -1,4 +1,4 @@
-"""A model from one GGUF file: its tensors under Hugging Face names, dequantised by the `gguf` package."""
+"""A model from GGUF files: its tensors under Hugging Face names, dequantised by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing_extensions import override
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.family_source import FamilySource
 from stepahead.worker.model.gguf_config import GgufMetadata
+from stepahead.worker.model.gguf_parts import check_parts, model_name, part_files
 
 _TYPES = gguf.GGMLQuantizationType
 _FLOAT_TYPES = (_TYPES.F32, _TYPES.F16, _TYPES.BF16)
@@ -73,14 +74,18 @@ class PlainReader(gguf.GGUFReader):
 
 
 class GgufSource:
-    """Tensors of a GGUF file under their Hugging Face names; see `weights.WeightSource`."""
+    """Tensors of GGUF files under their Hugging Face names; see `weights.WeightSource`."""
 
-    def __init__(self, reader: gguf.GGUFReader, path: Path, architecture: str, heads_of: Mapping[str, int]) -> None:
-        """Takes the reader and, for tensors stored in llama.cpp's head order, their number of heads by suffix."""
+    def __init__(
+        self, files: Mapping[Path, gguf.GGUFReader], architecture: str, heads_of: Mapping[str, int]
+    ) -> None:
+        """Takes the files and, for tensors stored in llama.cpp's head order, their number of heads by suffix."""
         names = {**_LAYER_NAMES, **_OWN_NAMES.get(architecture, {})}
-        self._tensors = {hugging_face_name(tensor.name, names): tensor for tensor in reader.tensors}
+        self._tensors = {
+            hugging_face_name(tensor.name, names): tensor for reader in files.values() for tensor in reader.tensors
+        }
         self._heads_of = heads_of
-        self.total_bytes = path.stat().st_size
+        self.total_bytes = sum(path.stat().st_size for path in files)
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(int(n) for n in tensor.shape) for name, tensor in self._tensors.items()
         }
@@ -141,21 +146,27 @@ def hugging_face_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) 
     return name
 
 
+def _read(path: Path) -> PlainReader:
+    try:
+        return PlainReader(path)
+    except (OSError, ValueError, IndexError) as error:
+        raise ModelError(f"{path} cannot be read as GGUF: {error}") from error
+
+
 class GgufCheckpoint:
-    """One GGUF file; see `checkpoint.Checkpoint`."""
+    """One GGUF file, or the files of a split model; see `checkpoint.Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
-        self.name = path.stem
+        """Takes the model's only file or its first; the others lie beside it."""
+        self.name = model_name(path)
         self._path = path
-        try:
-            self._reader = PlainReader(path)
-        except (OSError, ValueError, IndexError) as error:
-            raise ModelError(f"{path} cannot be read as GGUF: {error}") from error
-        self.metadata = GgufMetadata(self._reader)
+        files = {file: _read(file) for file in part_files(path)}
+        check_parts(list(files), list(files.values()))
+        self.metadata = GgufMetadata(*files.values())
         self.config = self.metadata.config()
         ordered = self.metadata.architecture in _HEAD_ORDERED
         heads_of = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if ordered else {}
-        source = GgufSource(self._reader, path, self.metadata.architecture, heads_of)
+        source = GgufSource(files, self.metadata.architecture, heads_of)
         # Gemma's norm weights: the converter has added the 1.
         self.weights = FamilySource(source, self.config, add_one=False)
 

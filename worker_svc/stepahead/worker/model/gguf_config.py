@@ -32,16 +32,12 @@ _SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
 class GgufMetadata:
     """Typed access to a file's metadata."""
 
-    def __init__(self, reader: gguf.GGUFReader) -> None:
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+    def __init__(self, reader: gguf.GGUFReader, *later: gguf.GGUFReader) -> None:
+        """Takes the model's only file, or its first and the later ones, which hold tensors only."""
+        self._tensors = {tensor.name: tensor for file in (reader, *later) for tensor in file.tensors}
         self._reader = reader
         self.architecture = str(self.get("general.architecture"))
         model_type = family_of_gguf(self.architecture)
-        if (self.get("split.count") or 1) > 1:
-            raise ModelError(
-                f"this is one of {self.get('split.count')} GGUF files of a model (split.count); supported are "
-                f"models in one file (llama-gguf-split --merge makes one)"
-            )
         self.model_type = "mixtral" if model_type == "llama" and self._optional("expert_count") else model_type
 
     def get(self, key: str) -> Any:  # noqa: ANN401 - a GGUF value is a number, a string or a list of them
