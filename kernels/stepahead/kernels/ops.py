@@ -38,15 +38,43 @@ class AttentionShape:
         return self.layers[index] if self.layers else LayerAttention(rope=self.rope)
 
 
+NULL_BLOCK = -1
+"""In the block table of a group with a window: no query of the row sees these positions; nothing is read there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroups:
+    """Which layers share block tables, where a model's layers do not all keep the same positions."""
+
+    of_layer: tuple[int, ...]
+    """[num_layers], the group of each layer, 0 and up."""
+    more_blocks: tuple[int, ...]
+    """Blocks of the groups 1 and up."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Where the layers of one more group keep the tokens of a step."""
+
+    slot_mapping: NDArray[np.int64]  # [num_tokens]
+    block_tables: NDArray[np.int32]  # [num_rows, width], as in `StepLayout`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host."""
+    """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host.
+
+    A row needs the entries of a table from its first query's window on to its last token; in front of them stands
+    NULL_BLOCK where the group has a window.
+    """
 
     positions: NDArray[np.int64]  # [num_tokens]
     slot_mapping: NDArray[np.int64]  # [num_tokens]
     query_start_loc: NDArray[np.int32]  # [num_rows + 1]
     seq_lens: NDArray[np.int32]  # [num_rows]
     block_tables: NDArray[np.int32]  # [num_rows, width], entries past a row's need are not read
+    more_groups: tuple[GroupLayout, ...] = ()
+    """Of the groups 1 and up; `slot_mapping` and `block_tables` are group 0's."""
 
 
 class PackedLinear(Protocol):
@@ -102,18 +130,21 @@ class Ops(Protocol):
         """See `reference.elementwise.gelu_tanh_mul`."""
         ...
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, max_positions: int, groups: LayerGroups | None = None
+    ) -> int:
         """Allocates the KV cache of all layers, every byte written; returns its bytes.
 
         Args:
-            num_blocks: blocks a plan may name.
+            num_blocks: blocks a plan may name (of group 0).
             block_size: kv_slots per block.
             max_positions: positions stay below this.
+            groups: None: all layers are group 0.
         """
         ...
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
-        """Copies blocks (source, destination), then sets blocks to zero, in all layers."""
+        """Copies blocks (source, destination), then sets blocks to zero, in all layers; they must be one group."""
         ...
 
     def prepare(self, layout: StepLayout) -> PreparedStep:

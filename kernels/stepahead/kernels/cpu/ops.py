@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CpuStep
-from stepahead.kernels.ops import AttentionShape, PackedLinear, PreparedStep, StepLayout
+from stepahead.kernels.ops import AttentionShape, LayerGroups, PackedLinear, PreparedStep, StepLayout
 
 _PACK_BATCH = 32
 """Batch size oneDNN chooses the packed layout for; decode batches are near it."""
@@ -87,9 +87,11 @@ class CpuOps:
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, max_positions: int, groups: LayerGroups | None = None
+    ) -> int:
         """See `Ops.allocate_cache`."""
-        size = CacheSize(num_blocks, block_size, max_positions)
+        size = CacheSize(num_blocks, block_size, max_positions, groups)
         self._attention = PagedAttention(self._shape, size, self._dtype)
         return self._attention.num_bytes
 

@@ -22,7 +22,7 @@ from stepahead.kernels.cuda.cache import change_blocks, to_device, write_kv
 from stepahead.kernels.cuda.elementwise import gated_activation, rms_norm, rope
 from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.inputs import gather_rows
-from stepahead.kernels.ops import AttentionShape, PackedLinear, PreparedStep, StepLayout
+from stepahead.kernels.ops import AttentionShape, LayerGroups, PackedLinear, PreparedStep, StepLayout
 from stepahead.kernels.reference.rope import rope_tables
 
 
@@ -104,8 +104,12 @@ class CudaOps:
         """See `Ops.silu_mul`."""
         return gated_activation(self._backend, gate_up)
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
-        """See `Ops.allocate_cache`."""
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, max_positions: int, groups: LayerGroups | None = None
+    ) -> int:
+        """See `Ops.allocate_cache`; layers are one group, as they have no windows."""
+        if groups is not None:
+            raise KernelArgumentError("all layers share one block table: no groups")
         shape = self._shape
         sizes = (shape.num_layers, num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim)
         self._cache = self._backend.allocate(sizes, self._dtype)
