@@ -146,7 +146,9 @@ class CoreMachine(RuleBasedStateMachine):
             queue_deadline_ns=None if queue_deadline is None else self.now_ns + queue_deadline,
         )
         limit = min(max_tokens, 12 - prompt)
-        fits = limit >= 1 and prompt + limit - 1 <= self.lane_config.num_cache_tokens
+        fits = limit >= 1 and prompt + limit - 1 <= self.lane_config.num_cache_tokens(
+            self.scheduler.config.overlap_depth
+        )
         try:
             self.scheduler.add_request(request)
         except RequestInfeasible:
