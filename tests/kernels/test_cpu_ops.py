@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from stepahead.kernels.block_tables import NULL_BLOCK, GroupLayout, LayerGroups
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
-from stepahead.kernels.ops import NULL_BLOCK, AttentionShape, GroupLayout, LayerGroups
+from stepahead.kernels.ops import AttentionShape
 from stepahead.kernels.reference.attention import LayerAttention, paged_attention, write_kv
 from stepahead.kernels.reference.elementwise import gelu_tanh_mul, rms_norm, silu_mul
 from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import GroupLayout, LayerGroups
 from stepahead.kernels.reference.attention import LayerAttention
 from stepahead.kernels.reference.rope import RopeConfig
 
@@ -38,34 +39,12 @@ class AttentionShape:
         return self.layers[index] if self.layers else LayerAttention(rope=self.rope)
 
 
-NULL_BLOCK = -1
-"""In the block table of a group with a window: no query of the row sees these positions; nothing is read there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGroups:
-    """Which layers share block tables, where a model's layers do not all keep the same positions."""
-
-    of_layer: tuple[int, ...]
-    """[num_layers], the group of each layer, 0 and up."""
-    more_blocks: tuple[int, ...]
-    """Blocks of the groups 1 and up."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLayout:
-    """Where the layers of one more group keep the tokens of a step."""
-
-    slot_mapping: NDArray[np.int64]  # [num_tokens]
-    block_tables: NDArray[np.int32]  # [num_rows, width], as in `StepLayout`
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host.
 
     A row needs the entries of a table from its first query's window on to its last token; in front of them stands
-    NULL_BLOCK where the group has a window.
+    `block_tables.NULL_BLOCK` where the group has a window.
     """
 
     positions: NDArray[np.int64]  # [num_tokens]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder, slot_mappings
-from stepahead.kernels.ops import AttentionShape, LayerGroups, StepLayout
+from stepahead.kernels.ops import AttentionShape, StepLayout
 from stepahead.kernels.reference.rope import RopeConfig, rope_tables
 
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CpuStep
-from stepahead.kernels.ops import AttentionShape, LayerGroups, PackedLinear, PreparedStep, StepLayout
+from stepahead.kernels.ops import AttentionShape, PackedLinear, PreparedStep, StepLayout
 
 _PACK_BATCH = 32
 """Batch size oneDNN chooses the packed layout for; decode batches are near it."""

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import NULL_BLOCK
 from stepahead.kernels.cpu.host_arrays import as_tensor
-from stepahead.kernels.ops import NULL_BLOCK, AttentionShape, StepLayout
+from stepahead.kernels.ops import AttentionShape, StepLayout
 
 MAX_PADDED_BLOCKS = 48
 """Blocks a bucket may waste: about what starting another bucket costs in every layer (measured, 2 cores)."""

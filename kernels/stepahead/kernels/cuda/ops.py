@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cuda.attention import AttentionOptions, chunk_tiles, paged_chunk, paged_decode
 from stepahead.kernels.cuda.backend import Backend
 from stepahead.kernels.cuda.cache import change_blocks, to_device, write_kv
 from stepahead.kernels.cuda.elementwise import gated_activation, rms_norm, rope
 from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.inputs import gather_rows
-from stepahead.kernels.ops import AttentionShape, LayerGroups, PackedLinear, PreparedStep, StepLayout
+from stepahead.kernels.ops import AttentionShape, PackedLinear, PreparedStep, StepLayout
 from stepahead.kernels.reference.rope import rope_tables
 
 
