@@ -513,16 +513,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         _rules("test_a_fork_of_a_fork_waits_for_the_copy"),
         test_fork.test_a_fork_of_a_fork_waits_for_the_copy,
     ),
-    Mutation(
-        "N1: a window is a position short",
-        window_mutations.drop_a_position_early,
-        _rules("N3", "E1", "E4", "D4", "H2", "H5"),
-    ),
-    Mutation(
-        "N1: window blocks go by what is dispatched",
-        window_mutations.drop_by_what_is_dispatched,
-        _rules("E1", "E4", "H2", "H5", "D4"),
-    ),
+    Mutation("N1: a window is short", window_mutations.drop_a_position_early, _rules("N3", "E1", "E4", "D4")),
+    Mutation("N1: S decides", window_mutations.drop_by_what_is_dispatched, _rules("E1", "E4", "H2", "D4")),
     Mutation("N11: too few blocks are charged", window_mutations.charge_a_block_too_few, _rules("N11", "O8", "V3")),
     Mutation("N12: a hit without its window", window_mutations.hit_without_the_window, _rules("D4", "N3", "H2")),
     Mutation(
