@@ -101,6 +101,20 @@ def test_n13_prompts_around_the_borders(tiny, kernels):
     check(model, prompts, driver.run())
 
 
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_n13_a_loss_after_every_number_of_steps(tiny, length):
+    """Prompts of W - 1, W and W + 1: every border of blocks and window is a point of return."""
+    model = tiny("gemma2")
+    prompt = PROMPTS[3][:length]
+    driver = serve(model, KERNELS[-1], 5)
+    expected = model.greedy(prompt, 20)
+    for commits in range(1, 20):
+        driver.add(commits, prompt, 20, cache_salt=str(commits))
+        driver.run(max_commits=commits)
+        driver.lose()
+        assert driver.run()[commits] == expected
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("name", ["mistral-wide-window", "gemma3"])
 def test_g7_n14_preempted_and_lost_requests_go_on_as_if_nothing_had_happened(tiny, name, depth):

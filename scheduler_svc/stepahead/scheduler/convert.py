@@ -207,6 +207,8 @@ def lane_config_from_proto(limits: worker_pb2.WorkerLimits) -> LaneConfig:
     if any(group.window_tokens == 0 for group in groups[1:]):
         raise ValueError("kv_groups: only the first may be without a window")
     full = [group.num_blocks for group in groups if not group.window_tokens] if groups else [limits.num_blocks]
+    if groups and full == [0]:
+        raise ValueError("num_blocks of kv_groups[0] must be at least 1, not 0")
     return LaneConfig(
         num_slots=limits.num_slots,
         max_num_seqs=limits.max_num_seqs,

@@ -215,5 +215,5 @@ def _check_quiescence(scheduler: Scheduler) -> None:
     for lane in scheduler.lanes.values():
         groups = lane.windows.groups if lane.windows else []
         _require(not any(group.num_reserved for group in groups), "E6", "blocks are reserved while idle")
-        for pool in (lane.blocks, lane.slots, *(group.pool for group in groups)):
+        for pool in (*lane.block_pools, lane.slots):
             _require(pool.num_owned == 0 and pool.num_quarantined == 0, "E6", "resources held while idle")

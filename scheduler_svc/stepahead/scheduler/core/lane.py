@@ -234,6 +234,11 @@ class Lane:
         return returning
 
     @property
+    def block_pools(self) -> list[BlockPool]:
+        """The pools of all KV groups, that of the layers that see everything first (it may be empty)."""
+        return [self.blocks, *(group.pool for group in self.windows.groups)] if self.windows else [self.blocks]
+
+    @property
     def has_no_block(self) -> bool:
         """Whether the layers that see everything have no block to give out."""
         return bool(self.config.num_blocks) and not self.blocks.num_available
