@@ -271,8 +271,9 @@ async def test_banner_names_everything_a_user_needs(services: Services):
     await run_stack(services.stack(workers=2), body)
     text = console.export_text()
     for part in (
-        "127.0.0.1:", "fake", "cpu, float32, 2 worker(s)", "20 blocks, 320 tokens, 8 KiB", "up to 4 sequences",
-        "5.00 of the full 64 tokens", "off", "stepahead chat --address", "Ctrl-C",
+        "127.0.0.1:", "fake", "cpu, float32, 2 worker(s)", "8 KiB; each worker 10 blocks of 16 tokens",
+        "up to 4 sequences",
+        "2.50 of the full 64 tokens", "off", "stepahead chat --address", "Ctrl-C",
     ):  # fmt: skip
         assert part in text
 

@@ -1,9 +1,12 @@
 """The CPU operations against their NumPy definitions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from stepahead.kernels.block_tables import NULL_BLOCK, GroupLayout, LayerGroups
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
@@ -32,18 +35,22 @@ def shape_of(num_heads, num_kv_heads, **additions):
 class Mirror:
     """The reference cache, kept beside the fast one."""
 
-    def __init__(self, num_heads, num_kv_heads, num_blocks=64, dtype=torch.float32, **additions):
+    def __init__(self, num_heads, num_kv_heads, num_blocks=64, dtype=torch.float32, groups=None, **additions):
         self.shape = shape_of(num_heads, num_kv_heads, **additions)
-        self.attention = PagedAttention(self.shape, CacheSize(num_blocks, BLOCK_SIZE, 256), dtype)
+        self.attention = PagedAttention(self.shape, CacheSize(num_blocks, BLOCK_SIZE, 256, groups), dtype)
+        self.dtype = dtype
         self.cache = np.zeros((num_blocks, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM), np.float32)
 
-    def step(self, rows, block_tables, rng):
-        """Feeds random rows; returns the fast result and the reference's, tokens in layout order."""
+    def step(self, rows, block_tables, rng, group=None):
+        """Feeds random rows; returns the fast result and the reference's, tokens in layout order.
+
+        With a `group` layer 1 keeps its tokens there, the reference where `block_tables` says.
+        """
         layout = layout_of(rows, block_tables, BLOCK_SIZE, padding=0)
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         qkv = rng.normal(size=(len(layout.positions), heads + 2 * kv_heads, HEAD_DIM)).astype(np.float32)
-        prepared = self.attention.prepare(layout)
-        ordered = torch.from_numpy(qkv[prepared.token_order].reshape(len(qkv), -1)).to(self.attention._cache.dtype)
+        prepared = self.attention.prepare(layout if group is None else replace(layout, more_groups=(group,)))
+        ordered = torch.from_numpy(qkv[prepared.token_order].reshape(len(qkv), -1)).to(self.dtype)
         fast = np.empty((len(qkv), heads * HEAD_DIM), np.float32)
         fast[prepared.token_order] = self.attention.attend(1, ordered, prepared).float().numpy()
 
@@ -117,6 +124,31 @@ def test_layers_with_windows_other_turns_and_caps(name):
         fed = [start + count for start, count in zip(fed, counts, strict=True)]
 
 
+def test_n3_a_group_keeps_a_window_in_few_blocks_of_its_own():
+    """Entries that left the window are null, and what their blocks hold now (NaN here) is not read (rule N3)."""
+    rng = np.random.default_rng(9)
+    window = 6
+    layers = (LayerAttention(rope=PLAIN), LayerAttention(rope=PLAIN, window=window))
+    groups = LayerGroups(of_layer=(0, 1), more_blocks=(12,))
+    mirror = Mirror(4, 2, num_blocks=64, groups=groups, layers=layers)
+    blocks = rng.permutation(64).reshape(2, 32).tolist()
+    free, held, fed = list(range(12)), [{}, {}], [0, 0]
+    for counts in ([7, 1], [9, 5], *[[1, 1]] * 9, [1, 9], [12, 1], [1, 1]):
+        rows = list(zip(fed, counts, strict=True))
+        for (start, count), own in zip(rows, held, strict=True):
+            needed = range(max(0, start - window + 1) // BLOCK_SIZE, -(-(start + count) // BLOCK_SIZE))
+            for index in sorted(own.keys() - set(needed)):
+                mirror.attention._caches[1][:, own[index]] = float("nan")
+                free.append(own.pop(index))
+            own.update({index: free.pop(0) for index in needed if index not in own})
+        tables = [[own.get(index, NULL_BLOCK) for index in range(32)] for own in held]
+        own_layout = layout_of(rows, tables, BLOCK_SIZE, padding=0)
+        group = GroupLayout(own_layout.slot_mapping, own_layout.block_tables)
+        fast, expected = mirror.step(rows, blocks, rng, group)
+        np.testing.assert_allclose(fast, expected, atol=3e-6)
+        fed = [start + count for start, count in rows]
+
+
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 0.7), (5, 0.7)])
 def test_the_reference_is_attention_with_a_mask(window, cap):
     """paged_attention against torch's own operations, the mask written out position by position."""
@@ -148,8 +180,8 @@ def test_bfloat16_is_near():
 def test_j10_stale_nan_of_a_former_owner_stays_out():
     rng = np.random.default_rng(8)
     mirror = Mirror(4, 2)
-    mirror.attention._cache.fill_(float("nan"))
-    mirror.attention._cache[:, -1] = 0  # the null block is nobody's: no step can have written to it
+    mirror.attention._caches[0].fill_(float("nan"))
+    mirror.attention._caches[0][:, -1] = 0  # the null block is nobody's: no step can have written to it
     for rows, tables in (([(0, 5), (0, 1)], [[7, 8], [9]]), ([(5, 1), (1, 1)], [[7, 8], [9]])):
         fast, expected = mirror.step(rows, tables, rng)
         np.testing.assert_allclose(fast, expected, atol=2e-6)
@@ -158,9 +190,9 @@ def test_j10_stale_nan_of_a_former_owner_stays_out():
 def test_copies_read_all_sources_first_then_zeroes_apply():
     attention = Mirror(2, 1, num_blocks=6).attention
     for block in range(6):
-        attention._cache[:, block] = block + 1
+        attention._caches[0][:, block] = block + 1
     attention.change_blocks(((0, 1), (1, 2)), (4,))
-    assert [float(attention._cache[0, block].mean()) for block in range(6)] == [1, 1, 2, 4, 0, 6]
+    assert [float(attention._caches[0][0, block].mean()) for block in range(6)] == [1, 1, 2, 4, 0, 6]
 
 
 def test_buckets_bound_their_padding():

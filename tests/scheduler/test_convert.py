@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepahead.scheduler.convert import WireError, lane_config_from_proto, plan_to_proto, result_from_proto
-from stepahead.scheduler.core import Admission, RowFault, SamplingSpec, SettleMode, StepPlan
+from stepahead.scheduler.core import (
+    Admission,
+    BlockId,
+    Incarnation,
+    RowFault,
+    SamplingSpec,
+    SettleMode,
+    SlotId,
+    StepId,
+    StepPlan,
+    WindowPool,
+)
 from stepahead.v1 import worker_pb2
 
 ids = st.integers(0, 2**31 - 1)
@@ -161,3 +172,75 @@ def test_limits_become_a_lane() -> None:
     for name in limits:
         with pytest.raises(ValueError, match=name):
             lane_config_from_proto(worker_pb2.WorkerLimits(**(limits | {name: 0})))
+
+
+KV_GROUPS = {
+    "both": ([(0, 9), (5, 3)], 9, [WindowPool(window=5, num_blocks=3)]),
+    "windows only": ([(5, 3), (7, 4)], 0, [WindowPool(window=5, num_blocks=3), WindowPool(window=7, num_blocks=4)]),
+    "no window": ([(0, 9)], 9, []),
+}
+
+
+@pytest.mark.parametrize("name", KV_GROUPS)
+def test_kv_groups_become_pools(name: str) -> None:
+    groups, num_blocks, windows = KV_GROUPS[name]
+    config = lane_config_from_proto(limits_of(groups))
+    assert (config.num_blocks, list(config.windows)) == (num_blocks, windows)
+
+
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ([(5, 3), (0, 9)], "only the first may be without a window"),
+        ([(0, 9), (0, 9)], "only the first may be without a window"),
+        ([(0, 9), (5, 0)], "num_blocks of a window group must be at least 1"),
+        ([(0, 0), (5, 3)], r"num_blocks of kv_groups\[0\]"),
+    ],
+)
+def test_kv_groups_that_make_no_sense_are_refused(groups: list[tuple[int, int]], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        lane_config_from_proto(limits_of(groups))
+
+
+def limits_of(groups: list[tuple[int, int]]) -> worker_pb2.WorkerLimits:
+    """Limits of a worker with KV groups (window, blocks)."""
+    return worker_pb2.WorkerLimits(
+        num_slots=12,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        num_blocks=sum(num_blocks for _, num_blocks in groups),
+        block_size=4,
+        kv_groups=[worker_pb2.KvGroup(window_tokens=window, num_blocks=blocks) for window, blocks in groups],
+    )
+
+
+def test_a_plan_with_groups_names_them() -> None:
+    """Group numbers, and null entries in front of a table."""
+    admission = Admission(
+        slot=SlotId(1),
+        incarnation=Incarnation(7),
+        token_ids=(5, 6, 7, 8, 9),
+        num_prompt_tokens=5,
+        num_settled_tokens=4,
+        block_ids=(BlockId(3), BlockId(4), BlockId(2)),
+        block_counts=(2, 1),
+        null_counts=(0, 1),
+        sampling=SamplingSpec(),
+        min_tokens=0,
+    )
+    plan = StepPlan(
+        step_id=StepId(2),
+        committed_through=StepId(1),
+        settle=SettleMode.RETAIN,
+        append_slots=(SlotId(0), SlotId(0)),
+        append_block_ids=(BlockId(5), BlockId(6)),
+        append_groups=(0, 1),
+        admissions=(admission,),
+        total_tokens=1,
+        total_rows=1,
+    )
+    message = plan_to_proto(plan)
+    assert (list(message.append_block_ids), list(message.append_groups)) == ([5, 6], [0, 1])
+    (sent,) = message.admissions
+    assert (list(sent.block_ids), list(sent.block_counts), list(sent.null_counts)) == ([3, 4, 2], [2, 1], [0, 1])

@@ -13,9 +13,10 @@ from stepahead.scheduler.core import placement, planning
 from stepahead.scheduler.core.block_pool import BlockPool
 from stepahead.scheduler.core.config import SchedulerConfig
 from stepahead.scheduler.core.ids import BlockKey
-from stepahead.scheduler.core.lane import Lane, StepInFlight
+from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.sequence import Sequence, Stay
+from stepahead.scheduler.core.step_in_flight import StepInFlight
 
 
 def publish_unsettled_blocks(patch: pytest.MonkeyPatch) -> None:

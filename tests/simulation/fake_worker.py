@@ -12,7 +12,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from stepahead.v1 import worker_pb2
-from tests.simulation.tagged_model import POISON, fold, mix, next_token, tag_of
+from tests.simulation.tagged_model import POISON, TaggedModel, next_token
 
 
 class ProtocolViolation(AssertionError):
@@ -32,13 +32,16 @@ class Slot:
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: worker_pb2.SlotSampling
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Per KV group. Entries that left a window are void: their blocks may be somebody else's now."""
     next_position: int
     cell: tuple[int, int] | None = None
     copy: tuple[int, int] | None = None
     """(source, destination) of a block copy that is made just before the slot's first row runs."""
     refeed: bool = False
     """The last row came back empty: its position may be fed again."""
+    lowest_lost: int | None = None
+    """The first position whose row came back empty."""
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Row:
     start: int
     count: int
     samples: bool
-    block_ids: list[int]
+    tables: list[list[int | None]]
+    """Null: before the window of the row's first position."""
     done: bool = False
     token: int | None = None
     fault: int = 0
@@ -74,6 +78,7 @@ class FakeWorker:
         overlap_depth: int,
         epoch: int,
         vocab: int,
+        model: TaggedModel,
         rng: random.Random,
         skip_rate: float = 0.0,
         nan_rate: float = 0.0,
@@ -83,11 +88,15 @@ class FakeWorker:
         self.depth = overlap_depth
         self.epoch = epoch
         self.vocab = vocab
+        self.model = model
         self.rng = rng
         self.rates = (skip_rate, nan_rate, fail_rate)
         self.slots: dict[int, Slot] = {}
         self.decode_set: dict[int, None] = {}
-        self.memory: dict[tuple[int, int], int] = {}
+        self.memory: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        """By group, block and offset."""
+        self.poison = (POISON,) * model.num_layers
+        self.num_blocks = [group.num_blocks for group in limits.kv_groups] or [limits.num_blocks]
         self.steps: deque[FakeStep] = deque()
         self.last_accepted = 0
         self.last_failed = 0
@@ -124,12 +133,13 @@ class FakeWorker:
             require(slot is not None and slot.incarnation == incarnation, "B6", f"release of slot {slot_id}")
             self.decode_set.pop(slot_id, None)
         cursor = 0
-        for slot_id, count in zip(plan.append_slots, plan.append_counts, strict=True):
+        groups = plan.append_groups or [0] * len(plan.append_slots)
+        for slot_id, count, group in zip(plan.append_slots, plan.append_counts, groups, strict=True):
             blocks = list(plan.append_block_ids[cursor : cursor + count])
             cursor += count
-            self._check_blocks(blocks, slot_id)
+            self._check_blocks(group, blocks, slot_id)
             require(slot_id in self.slots, "B7", f"append to empty slot {slot_id}")
-            self.slots[slot_id].block_ids += blocks
+            self.slots[slot_id].tables[group] += blocks
         for admission in plan.admissions:
             require(admission.slot not in self.slots, "B6", f"slot {admission.slot} is occupied")
             require(admission.slot < self.limits.num_slots, "E9", "slot out of range")
@@ -142,12 +152,11 @@ class FakeWorker:
             copied = dict(zip(plan.copy_dst_block_ids, plan.copy_src_block_ids, strict=True))
             require(admission.num_settled_tokens < len(admission.token_ids), "H5", "nothing is left to compute")
             num_cached = admission.num_settled_tokens // size
-            self._check_shared(list(admission.block_ids[:num_cached]))
-            self._check_blocks(list(admission.block_ids[num_cached:]), None)
+            tables = self._admitted_tables(admission, num_cached)
             self.counters["cached_blocks"] += num_cached
             tail = None
             if admission.num_settled_tokens % size:
-                tail = admission.block_ids[num_cached]
+                tail = tables[0][num_cached]
                 require(tail in copied, "H5", "a prefix ends inside a block that is no copy")
                 self.counters["forks"] += 1
             self.slots[admission.slot] = Slot(
@@ -155,7 +164,7 @@ class FakeWorker:
                 token_ids=list(admission.token_ids),
                 num_prompt_tokens=admission.num_prompt_tokens,
                 sampling=admission.sampling,
-                block_ids=list(admission.block_ids),
+                tables=tables,
                 next_position=admission.num_settled_tokens,
                 copy=None if tail is None else (copied[tail], tail),
             )
@@ -166,24 +175,57 @@ class FakeWorker:
             require(slot_id in self.slots and slot_id not in self.decode_set, "B7", f"join of slot {slot_id}")
             self.decode_set[slot_id] = None
 
-    def _check_blocks(self, blocks: list[int], own_slot: int | None) -> None:
+    def _admitted_tables(self, admission: worker_pb2.SlotAdmission, num_cached: int) -> list[list[int]]:
+        """The block tables of a newcomer, their cached and their new blocks checked."""
+        num_groups = len(self.model.windows)
+        counts = list(admission.block_counts) or [len(admission.block_ids)]
+        nulls = list(admission.null_counts) or [0] * num_groups
+        require(len(counts) == len(nulls) == num_groups, "B7", "block_counts or null_counts do not fit the groups")
+        require(sum(counts) == len(admission.block_ids), "B7", "block_counts do not fit block_ids")
+        tables: list[list[int]] = []
+        start = 0
+        for group, (count, num_null) in enumerate(zip(counts, nulls, strict=True)):
+            blocks = list(admission.block_ids[start : start + count])
+            start += count
+            require(
+                num_null <= self._num_needless(group, admission.num_settled_tokens), "N3", "a needed entry is null"
+            )
+            self._check_shared(group, blocks[: num_cached - num_null])
+            self._check_blocks(group, blocks[num_cached - num_null :], None)
+            self.counters["window_hits"] += num_null > 0
+            tables.append([-1] * num_null + blocks)
+        return tables
+
+    def _num_needless(self, group: int, position: int) -> int:
+        """Entries that no row reads whose first position is `position` (rule N1)."""
+        window = self.model.windows[group]
+        return max(0, position - window + 1) // self.limits.block_size if window else 0
+
+    def _needed(self, slot: Slot, group: int) -> list[int]:
+        """The entries of a table that rows in flight or to come may read."""
+        lowest = slot.next_position if slot.lowest_lost is None else min(slot.next_position, slot.lowest_lost)
+        starts = [row.start for step in self.steps for row in step.rows if row.state is slot]
+        return slot.tables[group][self._num_needless(group, min([lowest, *starts])) :]
+
+    def _check_blocks(self, group: int, blocks: list[int], own_slot: int | None) -> None:
         """A block may be handed out once the last step that named it has completed (rule E1)."""
         for block in blocks:
-            require(0 <= block < self.limits.num_blocks, "E4", "block out of range")
+            require(0 <= block < self.num_blocks[group], "E4", "block out of range")
             for slot_id, slot in self.slots.items():
-                require(block not in slot.block_ids, "E4", f"block {block} is in the table of slot {slot_id}")
+                require(block not in self._needed(slot, group), "E4", f"block {block} is in use by slot {slot_id}")
             for step in self.steps:
                 for row in step.rows:
                     if row.slot != own_slot:
-                        require(block not in row.block_ids, "E1", f"block {block} is named by step {step.step_id}")
+                        named = row.tables[group]
+                        require(block not in named, "E1", f"block {block} is named by step {step.step_id}")
 
-    def _check_shared(self, blocks: list[int]) -> None:
+    def _check_shared(self, group: int, blocks: list[int]) -> None:
         """A cached block is written no more: not by a row in flight, whoever's it is (rules H2, H5)."""
         for step in self.steps:
             for row in step.rows:
                 first = row.start // self.limits.block_size
                 last = (row.start + row.count - 1) // self.limits.block_size
-                written = set() if row.done else set(row.block_ids[first : last + 1])
+                written = set() if row.done else set(row.tables[group][first : last + 1])
                 require(written.isdisjoint(blocks), "H2", f"a shared block is written by step {step.step_id}")
 
     def _rows(self, plan: worker_pb2.StepPlan) -> list[Row]:
@@ -200,15 +242,21 @@ class FakeWorker:
         slot = self.slots[slot_id]
         if start != slot.next_position:
             require(slot.refeed and start < slot.next_position, "A4", f"slot {slot_id} feeds {start}")
+            slot.lowest_lost = None
         slot.refeed = False
         end = start + count
         require(end <= self.limits.max_model_len, "A6", f"position {end - 1}")
-        require(
-            end <= len(slot.block_ids) * self.limits.block_size, "A6", f"slot {slot_id} has no block for {end - 1}"
-        )
+        for table in slot.tables:
+            room = len(table) * self.limits.block_size
+            require(end <= room, "A6", f"slot {slot_id} has no block for {end - 1}")
         require(end - 1 <= len(slot.token_ids) or count == 1, "A5", "a chunk beyond the history")
         slot.next_position = end
-        return Row(slot_id, slot, start, count, samples, list(slot.block_ids))
+        tables: list[list[int | None]] = []
+        for group, table in enumerate(slot.tables):
+            num_null = self._num_needless(group, start)
+            tables.append([*[None] * num_null, *table[num_null:]])
+            self.counters["null_rows"] += num_null > 0
+        return Row(slot_id, slot, start, count, samples, tables)
 
     # ---------------------------------------------------------------------------------------- device
 
@@ -225,27 +273,45 @@ class FakeWorker:
         """Runs one row: reads its context, writes its KV, samples. The slot may have been released meanwhile."""
         row.done = True
         slot = row.state
-        size = self.limits.block_size
         self._copy_tail(slot)
-        places = [(row.block_ids[p // size], p % size) for p in range(row.start + row.count)]
-        context = fold([self.memory.get(place, POISON) for place in places[: row.start]])
+        state = 0
         for position in range(row.start, row.start + row.count):
             token = self._input_token(slot, position)
             if token is None:
                 row.fault = worker_pb2.RowError.CODE_POSITION_MISMATCH
                 self.counters["holes"] += 1
                 break
-            tag = tag_of(context, token, position)
-            block = places[position][0]
-            sharers = sum(block in other.block_ids for other in self.slots.values() if other is not slot)
-            require(sharers == 0 or slot not in self.slots.values(), "H5", f"block {block} is written and shared")
-            self.memory[places[position]] = tag
-            context = mix(context, tag)
+            tags, state = self.model.feed(
+                token,
+                position,
+                lambda group, earlier: self.memory.get(self._place(row, group, earlier), self.poison),
+            )
+            for group, tag in enumerate(tags):
+                self._write(row, self._place(row, group, position), tag)
         else:
             if row.samples:
-                self._sample(row, slot, context)
+                self._sample(row, slot, state)
         if row.samples and row.token is None:
             slot.refeed = True
+            lost = row.start + row.count - 1
+            slot.lowest_lost = lost if slot.lowest_lost is None else min(slot.lowest_lost, lost)
+
+    def _place(self, row: Row, group: int, position: int) -> tuple[int, int, int]:
+        size = self.limits.block_size
+        block = row.tables[group][position // size]
+        require(
+            block is not None and block >= 0, "N3", f"position {position} of group {group} is read through null"
+        )
+        assert block is not None
+        return group, block, position % size
+
+    def _write(self, row: Row, place: tuple[int, int, int], tag: tuple[int, ...]) -> None:
+        group, block, _ = place
+        others = [slot for slot in self.slots.values() if slot is not row.state]
+        sharers = sum(block in self._needed(other, group) for other in others)
+        is_live = len(others) < len(self.slots)
+        require(sharers == 0 or not is_live, "H5", f"block {block} is written and shared")
+        self.memory[place] = tag
 
     def _copy_tail(self, slot: Slot) -> None:
         if slot.copy is None:
@@ -253,7 +319,7 @@ class FakeWorker:
         source, destination = slot.copy
         slot.copy = None
         for offset in range(self.limits.block_size):
-            self.memory[destination, offset] = self.memory.get((source, offset), POISON)
+            self.memory[0, destination, offset] = self.memory.get((0, source, offset), self.poison)
 
     @staticmethod
     def _input_token(slot: Slot, position: int) -> int | None:
@@ -293,6 +359,8 @@ class FakeWorker:
             self.steps.popleft()
             for row in step.rows:
                 row.state.refeed = True
+                lost = row.state.lowest_lost
+                row.state.lowest_lost = row.start if lost is None else min(lost, row.start)
             return worker_pb2.RunStepsResponse(
                 failed=worker_pb2.StepFailed(step_id=step.step_id, scope=worker_pb2.StepFailed.SCOPE_STEP)
             )

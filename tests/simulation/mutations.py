@@ -21,14 +21,22 @@ from stepahead.scheduler.core.block_pool import FencedPool
 from stepahead.scheduler.core.config import LaneConfig, SchedulerConfig
 from stepahead.scheduler.core.events import CommitOutcome, Finished, Preempted
 from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, SlotId
-from stepahead.scheduler.core.lane import Lane, StepInFlight
+from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.plan import Admission, RowFault, StepResult
 from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Sequence, Stay
+from stepahead.scheduler.core.step_in_flight import StepInFlight
 from stepahead.scheduler.core.waiting_queue import Line, WaitingQueue
-from tests.scheduler.core import test_ends, test_failures, test_fork, test_preemption, test_prefill_and_decode
-from tests.simulation import cache_mutations, fake_worker, world
+from tests.scheduler.core import (
+    test_ends,
+    test_failures,
+    test_fork,
+    test_preemption,
+    test_prefill_and_decode,
+    test_windows,
+)
+from tests.simulation import cache_mutations, fake_worker, window_mutations, world
 from tests.simulation.tagged_model import mix, next_token
 from tests.simulation.world import World
 
@@ -504,6 +512,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         cache_mutations.fork_before_the_parent_has_its_tail,
         _rules("test_a_fork_of_a_fork_waits_for_the_copy"),
         test_fork.test_a_fork_of_a_fork_waits_for_the_copy,
+    ),
+    Mutation("N1: a window is short", window_mutations.drop_a_position_early, _rules("N3", "E1", "E4", "D4")),
+    Mutation("N1: S decides", window_mutations.drop_by_what_is_dispatched, _rules("E1", "E4", "H2", "D4")),
+    Mutation("N11: too few blocks are charged", window_mutations.charge_a_block_too_few, _rules("N11", "O8", "V3")),
+    Mutation("N12: a hit without its window", window_mutations.hit_without_the_window, _rules("D4", "N3", "H2")),
+    Mutation(
+        "H3: window blocks of a failed row are shared",
+        window_mutations.keep_the_keys_of_poisoned_blocks,
+        _rules("test_h3_window_blocks_of_a_failed_row_are_forgotten"),
+        test_windows.test_h3_window_blocks_of_a_failed_row_are_forgotten,
     ),
     Mutation(
         "G3: a history is read without its backlog",

@@ -1,12 +1,14 @@
 """The "model" of the simulation: every token is a hash of every KV slot the row may read.
 
-A KV slot holds a tag that depends on the token, its position and every earlier tag. The next token depends on
-all tags of the context. A stale, foreign, missing or overwritten slot therefore changes tokens, so a cache
-fault becomes a wrong token.
+A KV slot holds, per layer, a tag that depends on the layer's input at that position and on the tags of every
+earlier position that the layer sees. A layer's input is what the layer below makes of the same position, so with
+several layers a tag depends on far more than one window. The next token depends on all of it. A stale, foreign,
+missing or overwritten slot therefore changes tokens, so a cache fault becomes a wrong token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MASK = (1 << 61) - 1
@@ -28,6 +30,33 @@ def fold(tags: list[int]) -> int:
     for tag in tags:
         accumulated = mix(accumulated, tag)
     return accumulated
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedModel:
+    """Layers in KV groups."""
+
+    windows: tuple[int, ...] = (0,)
+    """Of each group: positions a query sees, its own included; 0: all."""
+    num_layers: int = 1
+    """Of each group; layers of the groups take turns."""
+
+    def feed(
+        self, token: int, position: int, read: Callable[[int, int], tuple[int, ...]]
+    ) -> tuple[list[tuple[int, ...]], int]:
+        """What one position leaves in the slot of each group, and what a next token follows from.
+
+        `read(group, position)` is what an earlier position has left.
+        """
+        state = token
+        tags: list[list[int]] = [[] for _ in self.windows]
+        for layer in range(self.num_layers):
+            for group, window in enumerate(self.windows):
+                first = max(0, position - window + 1) if window else 0
+                context = fold([read(group, earlier)[layer] for earlier in range(first, position)])
+                tags[group].append(tag_of(context, state, position))
+                state = mix(context, tags[group][-1])
+        return [tuple(each) for each in tags], state
 
 
 def tag_of(context: int, token: int, position: int) -> int:
@@ -63,14 +92,21 @@ class SimRequest:
         return self.stop_text_modulus > 0 and mix(token, output_index) % self.stop_text_modulus == 0
 
 
-def oracle(request: SimRequest, *, vocab: int, max_model_len: int, suppressing: bool) -> tuple[list[int], str]:
+def oracle(
+    request: SimRequest, model: TaggedModel, *, vocab: int, max_model_len: int, suppressing: bool
+) -> tuple[list[int], str]:
     """The answer of the same request alone, synchronously, with an infinite cache."""
-    tags: list[int] = []
-    context = 0
+    slots: list[list[tuple[int, ...]]] = []
     history = list(request.prompt)
-    for position, token in enumerate(history):
-        tags.append(tag_of(context, token, position))
-        context = mix(context, tags[-1])
+    context = 0
+
+    def feed(position: int) -> int:
+        tags, state = model.feed(history[position], position, lambda group, earlier: slots[earlier][group])
+        slots.append(tags)
+        return state
+
+    for position in range(len(history)):
+        context = feed(position)
     outputs: list[int] = []
     limit = min(len(request.prompt) + request.max_tokens, max_model_len)
     while True:
@@ -91,5 +127,4 @@ def oracle(request: SimRequest, *, vocab: int, max_model_len: int, suppressing: 
             return outputs, "stop"
         if len(history) >= limit:
             return outputs, "length"
-        tag = tag_of(context, token, len(history) - 1)
-        context = mix(context, tag)
+        context = feed(len(history) - 1)

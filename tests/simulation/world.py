@@ -30,7 +30,7 @@ from stepahead.scheduler.core import (
 from stepahead.scheduler.core.invariants import check_invariants
 from stepahead.v1 import worker_pb2
 from tests.simulation.fake_worker import FakeWorker
-from tests.simulation.tagged_model import SimRequest, oracle
+from tests.simulation.tagged_model import SimRequest, TaggedModel, oracle
 
 MAX_EVENTS_WITHOUT_COMMIT = 3000
 """Far more than any schedule of these sizes needs between two commits."""
@@ -95,16 +95,36 @@ class World:
         self.next_key = 1
         self.to_submit = rng.randint(18, 36)
         self.max_model_len = rng.choice([12, 24, 40])
+        # Drawn apart, so that half of the worlds are what they were before there were windows.
+        self.window_rng = random.Random(f"windows {seed}")
+        self.model = self._model()
         num_lanes = rng.choice([1, 1, 2])
         self.lanes = {LaneId(i): LaneWorld(None, self._limits()) for i in range(num_lanes)}
         for lane_id in self.lanes:
             self._start_worker(lane_id)
 
+    def _model(self) -> TaggedModel:
+        rng = self.window_rng
+        if rng.random() < 0.5:
+            return TaggedModel()
+        windows = rng.choice([[], [0], [0]]) + sorted(rng.sample([1, 2, 3, 4, 5, 8], rng.choice([1, 1, 2])))
+        return TaggedModel(tuple(windows), num_layers=rng.choice([1, 2]))
+
+    def _kv_groups(self, num_blocks: int) -> list[worker_pb2.KvGroup]:
+        """Window pools are often too small for a whole prompt, and now and then for the window."""
+        sizes = [
+            self.window_rng.choice([3, 5, 7, 9, 12]) if window else num_blocks for window in self.model.windows
+        ]
+        return [
+            worker_pb2.KvGroup(window_tokens=window, num_layers=self.model.num_layers, num_blocks=size)
+            for window, size in zip(self.model.windows, sizes, strict=True)
+        ]
+
     def _limits(self) -> worker_pb2.WorkerLimits:
         rng = self.rng
         max_num_seqs = rng.choice([1, 2, 3, 4])
         block_size = rng.choice([1, 2, 4])
-        return worker_pb2.WorkerLimits(
+        limits = worker_pb2.WorkerLimits(
             max_num_seqs=max_num_seqs,
             num_slots=max_num_seqs * (self.depth + 1),
             max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 16]),
@@ -113,6 +133,8 @@ class World:
             block_size=block_size,
             max_overlap_depth=2,
         )
+        limits.kv_groups.extend(self._kv_groups(limits.num_blocks))
+        return limits
 
     def _start_worker(self, lane_id: LaneId) -> None:
         lane = self.lanes[lane_id]
@@ -122,6 +144,7 @@ class World:
             overlap_depth=self.depth,
             epoch=self.epoch,
             vocab=self.vocab,
+            model=self.model,
             rng=self.rng,
             skip_rate=0.03 if self.faulty else 0.0,
             nan_rate=0.004 if self.faulty else 0.0,
@@ -376,6 +399,7 @@ class World:
                 raise SimulationFailure(f"D8: request {key} never ended")
             expected, reason = oracle(
                 client.request,
+                self.model,
                 vocab=self.vocab,
                 max_model_len=self.max_model_len,
                 suppressing=self.suppressing,

@@ -117,7 +117,12 @@ class TableDriver:
 
     def snapshot(self) -> dict[str, str]:
         """Everything the table holds, for comparison."""
+        columns = dict(vars(self.table))
+        groups = columns.pop("groups")
+        columns |= {
+            f"{name} {index}": value for index, group in enumerate(groups) for name, value in vars(group).items()
+        }
         return {
             name: repr(value.tolist() if isinstance(value, np.ndarray) else value)
-            for name, value in vars(self.table).items()
+            for name, value in columns.items()
         }

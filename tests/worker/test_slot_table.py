@@ -12,8 +12,8 @@ def test_admission_fills_the_columns_of_its_slot() -> None:
     table = driver.table
     assert table.incarnation[2] == 102
     assert (table.history_len[2], table.num_prompt[2], table.next_position[2]) == (3, 3, 3)
-    assert table.block_tables[2].tolist() == [4, 5, 0, 0]
-    assert (table.num_blocks[2], table.capacity[2]) == (2, 8)
+    assert table.groups[0].block_tables[2].tolist() == [4, 5, 0, 0]
+    assert (table.groups[0].num_blocks[2], table.capacity[2]) == (2, 8)
     assert table.members.tolist() == [2]
 
 
@@ -27,8 +27,8 @@ def test_appended_blocks_follow_those_of_the_admission() -> None:
     driver = TableDriver()
     driver.run(start(1, 1, [3, 4]))
     driver.run(plan(2, decode=1, append_slots=[1], append_counts=[2], append_block_ids=[9, 7]))
-    assert driver.table.block_tables[1].tolist() == [2, 3, 9, 7]
-    assert driver.table.num_blocks[1] == 4
+    assert driver.table.groups[0].block_tables[1].tolist() == [2, 3, 9, 7]
+    assert driver.table.groups[0].num_blocks[1] == 4
 
 
 def test_a_readmitted_slot_keeps_nothing_of_its_predecessor() -> None:
@@ -45,7 +45,7 @@ def test_a_readmitted_slot_keeps_nothing_of_its_predecessor() -> None:
     )
     table = driver.table
     assert batch.invalidated_slots.tolist() == [0]
-    assert table.block_tables[0].tolist() == [8, 0, 0, 0]
+    assert table.groups[0].block_tables[0].tolist() == [8, 0, 0, 0]
     assert table.suppressed[0] is None
     assert not table.constrained[0]
     assert table.hole_position[0] == NO_HOLE

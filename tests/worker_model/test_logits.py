@@ -107,7 +107,7 @@ def test_j10_a_row_of_nan_fails_alone(tiny):
     bad, good = driver.admit(PROMPT), driver.admit(PROMPT[:7])
     driver.step([(bad, 5), (good, 7)])
     with torch.inference_mode():
-        driver.runner._model[1].ops._attention._cache[:, bad.blocks[0]] = float("nan")
+        driver.runner._model[1].ops._attention._caches[0][:, bad.blocks[0]] = float("nan")
     assert driver.step([(good, 1), (bad, len(PROMPT) - 5)]) == [0, 1]
     driver.run([good], 6)
     assert good.outputs == model.greedy(PROMPT[:7], 6)

@@ -45,6 +45,11 @@ class Ready:
         value = self.facts.get(name)
         return int(value) if isinstance(value, int | float) else 0
 
+    def amount(self, name: str) -> float:
+        """A fact as a number, 0 if the service did not state one."""
+        value = self.facts.get(name)
+        return float(value) if isinstance(value, int | float) else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:

@@ -79,9 +79,8 @@ class ConsoleView:
 def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Panel:
     """What runs, how much it can hold, how to try it and how to stop it."""
     first = ready.workers[0]
-    num_blocks = sum(worker.number("num_blocks") for worker in ready.workers)
     cache_bytes = sum(worker.number("kv_cache_bytes") for worker in ready.workers)
-    num_tokens = sum(worker.number("num_blocks") * worker.number("block_size") for worker in ready.workers)
+    num_concurrent = sum(worker.amount("num_concurrent") for worker in ready.workers)
     num_seqs = sum(worker.number("max_num_seqs") for worker in ready.workers)
     max_model_len = first.number("max_model_len")
     rows = Table.grid(padding=(0, 2))
@@ -90,8 +89,11 @@ def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Pa
     rows.add_row("address", ready.address)
     rows.add_row("model", first.text("model"))
     rows.add_row("runs on", f"{first.text('device')}, {first.text('dtype')}, {len(ready.workers)} worker(s)")
-    rows.add_row("KV cache", f"{num_blocks:,} blocks, {num_tokens:,} tokens, {_size(cache_bytes)}")
-    rows.add_row("concurrency", f"up to {num_seqs} sequences, {_concurrency(num_tokens, max_model_len)}")
+    rows.add_row(
+        "KV cache",
+        f"{_size(cache_bytes)}; each worker {first.text('kv_groups')} of {first.text('block_size')} tokens",
+    )
+    rows.add_row("concurrency", f"up to {num_seqs} sequences, {_concurrency(num_concurrent, max_model_len)}")
     rows.add_row("overlap", options.overlap or "on")
     rows.add_row("logs", "below" if log_dir is None else str(log_dir))
     address = "" if ready.address.endswith(":50051") else f" --address {ready.address}"
@@ -100,10 +102,10 @@ def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Pa
     return Panel(rows, title="Stepahead serves", expand=False)
 
 
-def _concurrency(num_tokens: int, max_model_len: int) -> str:
+def _concurrency(num_concurrent: float, max_model_len: int) -> str:
     if max_model_len == 0:
         return "of any length"
-    return f"{num_tokens / max_model_len:.2f} of the full {max_model_len:,} tokens at once"
+    return f"{num_concurrent:.2f} of the full {max_model_len:,} tokens at once"
 
 
 def _size(num_bytes: int) -> str:

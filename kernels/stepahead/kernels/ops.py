@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import GroupLayout, LayerGroups
 from stepahead.kernels.reference.attention import LayerAttention
 from stepahead.kernels.reference.rope import RopeConfig
 
@@ -40,13 +41,19 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host."""
+    """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host.
+
+    A row needs the entries of a table from its first query's window on to its last token; in front of them stands
+    `block_tables.NULL_BLOCK` where the group has a window.
+    """
 
     positions: NDArray[np.int64]  # [num_tokens]
     slot_mapping: NDArray[np.int64]  # [num_tokens]
     query_start_loc: NDArray[np.int32]  # [num_rows + 1]
     seq_lens: NDArray[np.int32]  # [num_rows]
     block_tables: NDArray[np.int32]  # [num_rows, width], entries past a row's need are not read
+    more_groups: tuple[GroupLayout, ...] = ()
+    """Of the groups 1 and up; `slot_mapping` and `block_tables` are group 0's."""
 
 
 class PackedLinear(Protocol):
@@ -102,18 +109,21 @@ class Ops(Protocol):
         """See `reference.elementwise.gelu_tanh_mul`."""
         ...
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, max_positions: int, groups: LayerGroups | None = None
+    ) -> int:
         """Allocates the KV cache of all layers, every byte written; returns its bytes.
 
         Args:
-            num_blocks: blocks a plan may name.
+            num_blocks: blocks a plan may name (of group 0).
             block_size: kv_slots per block.
             max_positions: positions stay below this.
+            groups: None: all layers are group 0.
         """
         ...
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
-        """Copies blocks (source, destination), then sets blocks to zero, in all layers."""
+        """Copies blocks (source, destination), then sets blocks to zero, in all layers; they must be one group."""
         ...
 
     def prepare(self, layout: StepLayout) -> PreparedStep:

@@ -160,7 +160,7 @@ class WorkerStatus(_message.Message):
 
     @_builtins.property
     def blocks(self) -> Global___BlockCounts:
-        """Block accounting; the states sum to the pool."""
+        """Block accounting, all KV groups together; the states sum to their pools."""
 
     @_builtins.property
     def steps(self) -> Global___StepStats:

@@ -14,6 +14,12 @@ changes, and a steady decode step of any width is a few bytes.
        |<---------------------------------------|
        |  commit N-1; StepPlan N+1               |  ... while step N runs
 
+Layers that keep the same positions of a sequence form a *KV group* with a block pool of its own. Every slot has one
+block table per group: entry i holds the positions i * block_size and up. In a group with a window the entries in
+front of it are null: block i once (i + 1) * block_size <= p - window_tokens + 1, p being the lowest position that a
+row of the slot feeds in this or any later step. Nothing is sent for that: both sides count positions. A row reads
+nothing through a null entry, and the scheduler gives such a block away once every lower position has completed.
+
 Columns named alike belong together, entry by entry. All ids are integers; durations are nanoseconds of the
 sender's own clock, never points in time of another host.
 """
@@ -323,6 +329,7 @@ class StepPlan(_message.Message):
     APPEND_SLOTS_FIELD_NUMBER: _builtins.int
     APPEND_COUNTS_FIELD_NUMBER: _builtins.int
     APPEND_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    APPEND_GROUPS_FIELD_NUMBER: _builtins.int
     COPY_SRC_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     COPY_DST_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     ZEROED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
@@ -374,11 +381,15 @@ class StepPlan(_message.Message):
 
     @_builtins.property
     def append_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The blocks, slot after slot; each in 0 .. num_blocks - 1."""
+        """The blocks, slot after slot; each in 0 .. num_blocks - 1 of its group."""
+
+    @_builtins.property
+    def append_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KV group whose table of the slot grows; empty: group 0 everywhere."""
 
     @_builtins.property
     def copy_src_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Block copies before the forward: sources."""
+        """Block copies before the forward: sources. Copies and zeroes are for workers of one KV group."""
 
     @_builtins.property
     def copy_dst_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -442,6 +453,7 @@ class StepPlan(_message.Message):
         append_slots: _abc.Iterable[_builtins.int] | None = ...,
         append_counts: _abc.Iterable[_builtins.int] | None = ...,
         append_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        append_groups: _abc.Iterable[_builtins.int] | None = ...,
         copy_src_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         copy_dst_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         zeroed_block_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -462,7 +474,7 @@ class StepPlan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_block_ids", b"append_block_ids", "append_counts", b"append_counts", "append_slots", b"append_slots", "committed_through", b"committed_through", "copy_dst_block_ids", b"copy_dst_block_ids", "copy_src_block_ids", b"copy_src_block_ids", "draft_counts", b"draft_counts", "draft_token_ids", b"draft_token_ids", "gate_wait_ns", b"gate_wait_ns", "joined_slots", b"joined_slots", "left_slots", b"left_slots", "max_step_ns", b"max_step_ns", "previous_step_id", b"previous_step_id", "released_incarnations", b"released_incarnations", "released_slots", b"released_slots", "row_counts", b"row_counts", "row_samples", b"row_samples", "row_slots", b"row_slots", "row_starts", b"row_starts", "settle", b"settle", "sit_out_slots", b"sit_out_slots", "step_id", b"step_id", "total_rows", b"total_rows", "total_tokens", b"total_tokens", "zeroed_block_ids", b"zeroed_block_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_block_ids", b"append_block_ids", "append_counts", b"append_counts", "append_groups", b"append_groups", "append_slots", b"append_slots", "committed_through", b"committed_through", "copy_dst_block_ids", b"copy_dst_block_ids", "copy_src_block_ids", b"copy_src_block_ids", "draft_counts", b"draft_counts", "draft_token_ids", b"draft_token_ids", "gate_wait_ns", b"gate_wait_ns", "joined_slots", b"joined_slots", "left_slots", b"left_slots", "max_step_ns", b"max_step_ns", "previous_step_id", b"previous_step_id", "released_incarnations", b"released_incarnations", "released_slots", b"released_slots", "row_counts", b"row_counts", "row_samples", b"row_samples", "row_slots", b"row_slots", "row_starts", b"row_starts", "settle", b"settle", "sit_out_slots", b"sit_out_slots", "step_id", b"step_id", "total_rows", b"total_rows", "total_tokens", b"total_tokens", "zeroed_block_ids", b"zeroed_block_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -482,6 +494,8 @@ class SlotAdmission(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CONSTRAINED_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
+    NULL_COUNTS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot, 0 .. num_slots - 1."""
     incarnation: _builtins.int
@@ -498,11 +512,19 @@ class SlotAdmission(_message.Message):
 
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The block table, in position order."""
+        """The block tables, each in position order without its null entries, group after group."""
 
     @_builtins.property
     def sampling(self) -> Global___SlotSampling:
         """How to sample."""
+
+    @_builtins.property
+    def block_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entries of `block_ids` per KV group; empty: all are group 0's."""
+
+    @_builtins.property
+    def null_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Null entries in front of each group's table; empty: none anywhere."""
 
     def __init__(
         self,
@@ -515,10 +537,12 @@ class SlotAdmission(_message.Message):
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SlotSampling | None = ...,
         constrained: _builtins.bool = ...,
+        block_counts: _abc.Iterable[_builtins.int] | None = ...,
+        null_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "constrained", b"constrained", "incarnation", b"incarnation", "num_prompt_tokens", b"num_prompt_tokens", "num_settled_tokens", b"num_settled_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "block_ids", b"block_ids", "constrained", b"constrained", "incarnation", b"incarnation", "null_counts", b"null_counts", "num_prompt_tokens", b"num_prompt_tokens", "num_settled_tokens", b"num_settled_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1460,6 +1484,7 @@ class WorkerLimits(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_OVERLAP_DEPTH_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    KV_GROUPS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Sequences that may run in one step."""
     num_slots: _builtins.int
@@ -1469,13 +1494,19 @@ class WorkerLimits(_message.Message):
     max_model_len: _builtins.int
     """Largest position + 1 of a sequence."""
     num_blocks: _builtins.int
-    """KV blocks."""
+    """KV blocks of all groups together."""
     block_size: _builtins.int
     """Tokens per block."""
     max_overlap_depth: _builtins.int
     """Largest D."""
     kv_cache_bytes: _builtins.int
     """Bytes of the KV cache."""
+    @_builtins.property
+    def kv_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """The KV groups; their order numbers them from 0. At most one has no window, and that is group 0. Empty: one group
+        without a window, of num_blocks blocks.
+        """
+
     def __init__(
         self,
         *,
@@ -1487,14 +1518,49 @@ class WorkerLimits(_message.Message):
         block_size: _builtins.int = ...,
         max_overlap_depth: _builtins.int = ...,
         kv_cache_bytes: _builtins.int = ...,
+        kv_groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_cache_bytes", b"kv_cache_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_overlap_depth", b"max_overlap_depth", "num_blocks", b"num_blocks", "num_slots", b"num_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_cache_bytes", b"kv_cache_bytes", "kv_groups", b"kv_groups", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_overlap_depth", b"max_overlap_depth", "num_blocks", b"num_blocks", "num_slots", b"num_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLimits: _TypeAlias = WorkerLimits  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers that keep the same positions of a sequence, and their block pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    window_tokens: _builtins.int
+    """Positions a query sees, its own included: p - window_tokens + 1 .. p. 0: all up to p."""
+    num_layers: _builtins.int
+    """Layers of the group, 1 and up."""
+    num_blocks: _builtins.int
+    """Blocks of the pool, 1 and up."""
+    kv_bytes_per_token: _builtins.int
+    """Bytes a token takes in all layers of the group."""
+    def __init__(
+        self,
+        *,
+        window_tokens: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        kv_bytes_per_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes_per_token", b"kv_bytes_per_token", "num_blocks", b"num_blocks", "num_layers", b"num_layers", "window_tokens", b"window_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class GetTokenizerBundleRequest(_message.Message):

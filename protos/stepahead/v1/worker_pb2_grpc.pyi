@@ -14,6 +14,12 @@ changes, and a steady decode step of any width is a few bytes.
        |<---------------------------------------|
        |  commit N-1; StepPlan N+1               |  ... while step N runs
 
+Layers that keep the same positions of a sequence form a *KV group* with a block pool of its own. Every slot has one
+block table per group: entry i holds the positions i * block_size and up. In a group with a window the entries in
+front of it are null: block i once (i + 1) * block_size <= p - window_tokens + 1, p being the lowest position that a
+row of the slot feeds in this or any later step. Nothing is sent for that: both sides count positions. A row reads
+nothing through a null entry, and the scheduler gives such a block away once every lower position has completed.
+
 Columns named alike belong together, entry by entry. All ids are integers; durations are nanoseconds of the
 sender's own clock, never points in time of another host.
 """

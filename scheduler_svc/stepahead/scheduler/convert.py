@@ -20,6 +20,7 @@ from stepahead.scheduler.core import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    WindowPool,
 )
 from stepahead.v1 import worker_pb2
 
@@ -62,6 +63,7 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         message.append_slots.extend(plan.append_slots)
         message.append_counts.extend([1] * len(plan.append_slots))
         message.append_block_ids.extend(plan.append_block_ids)
+        message.append_groups.extend(plan.append_groups)
     message.copy_src_block_ids.extend(plan.copy_src_block_ids)
     message.copy_dst_block_ids.extend(plan.copy_dst_block_ids)
     for admission in plan.admissions:
@@ -85,6 +87,8 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotAdmission:
         num_prompt_tokens=admission.num_prompt_tokens,
         num_settled_tokens=admission.num_settled_tokens,
         block_ids=admission.block_ids,
+        block_counts=admission.block_counts,
+        null_counts=admission.null_counts,
         sampling=_sampling_to_proto(admission.sampling, admission.min_tokens),
         constrained=admission.constrained,
     )
@@ -199,11 +203,22 @@ def lane_config_from_proto(limits: worker_pb2.WorkerLimits) -> LaneConfig:
     Raises:
         ValueError: a limit makes no sense; the message names it.
     """
+    groups = limits.kv_groups
+    if any(group.window_tokens == 0 for group in groups[1:]):
+        raise ValueError("kv_groups: only the first may be without a window")
+    full = [group.num_blocks for group in groups if not group.window_tokens] if groups else [limits.num_blocks]
+    if groups and full == [0]:
+        raise ValueError("num_blocks of kv_groups[0] must be at least 1, not 0")
     return LaneConfig(
         num_slots=limits.num_slots,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
-        num_blocks=limits.num_blocks,
+        num_blocks=sum(full),
         block_size=limits.block_size,
+        windows=tuple(
+            WindowPool(window=group.window_tokens, num_blocks=group.num_blocks)
+            for group in groups
+            if group.window_tokens
+        ),
     )

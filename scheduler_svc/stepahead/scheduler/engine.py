@@ -161,7 +161,10 @@ class Engine:
         if self._lane_wait_timer is not None:
             self._lane_wait_timer.cancel()
             self._lane_wait_timer = None
-        log.info("lane opened", worker=link.address, epoch=epoch, num_blocks=config.num_blocks)
+        windows = {each.window: each.num_blocks for each in config.windows}
+        log.info(
+            "lane opened", worker=link.address, epoch=epoch, num_blocks=config.num_blocks, window_blocks=windows
+        )
         self._plan_open_lanes()
 
     def lose_lane(self, link: WorkerLink, reason: str) -> None:

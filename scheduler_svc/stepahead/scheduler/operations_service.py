@@ -87,7 +87,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         if lane is None:
             return status
         status.num_running = lane.num_running + len(lane.finishing)
-        blocks, slots = lane.blocks, lane.slots
+        pools, slots = lane.block_pools, lane.slots
         status.slots.CopyFrom(
             operations_pb2.SlotCounts(
                 total=slots.num_total,
@@ -98,11 +98,11 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         )
         status.blocks.CopyFrom(
             operations_pb2.BlockCounts(
-                total=blocks.num_total,
-                free=blocks.num_free,
-                owned=blocks.num_owned,
-                cached_idle=blocks.num_idle,
-                quarantined=blocks.num_quarantined,
+                total=sum(pool.num_total for pool in pools),
+                free=sum(pool.num_free for pool in pools),
+                owned=sum(pool.num_owned for pool in pools),
+                cached_idle=sum(pool.num_idle for pool in pools),
+                quarantined=sum(pool.num_quarantined for pool in pools),
             )
         )
         status.steps.last_dispatched_step_id = lane.next_step_id - 1

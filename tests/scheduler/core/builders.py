@@ -41,7 +41,7 @@ def make_request(key: int, prompt: int | tuple[int, ...] = 4, *, max_tokens: int
     return Request(key=RequestKey(key), prompt_token_ids=tokens, max_tokens=max_tokens, **fields)
 
 
-def make_lane_config(**sizes: int) -> LaneConfig:
+def make_lane_config(**sizes: Any) -> LaneConfig:
     """A lane of 4 rows, 8 slots, 16 tokens a step, 32 positions, 16 blocks of 4 tokens; `sizes` override."""
     defaults = {
         "max_num_seqs": 4,
@@ -55,7 +55,7 @@ def make_lane_config(**sizes: int) -> LaneConfig:
 
 
 def make_scheduler(
-    *, overlap_depth: int = 1, num_lanes: int = 1, policy: dict[str, Any] | None = None, **sizes: int
+    *, overlap_depth: int = 1, num_lanes: int = 1, policy: dict[str, Any] | None = None, **sizes: Any
 ) -> Scheduler:
     """A scheduler with lanes 0, 1, ... of equal size, epoch 1 each; without a prefix cache unless asked for."""
     scheduler = Scheduler(
@@ -190,7 +190,7 @@ class Driver:
         check_invariants(self.scheduler)
         return [preempted.key for preempted in lost]
 
-    def reopen(self, lane_id: LaneId = LANE, *, epoch: int = 2, **sizes: int) -> None:
+    def reopen(self, lane_id: LaneId = LANE, *, epoch: int = 2, **sizes: Any) -> None:
         """Opens a lane with an empty batch."""
         self.scheduler.open_lane(lane_id, make_lane_config(**sizes), epoch)
         self.books[lane_id] = WorkerBooks()
@@ -207,6 +207,19 @@ class Driver:
     def free_blocks(self, lane_id: LaneId = LANE) -> tuple[int, ...]:
         """Ids of the free blocks in the order in which they will be given out."""
         return self.scheduler.lanes[lane_id].blocks.free_ids()
+
+    def window_table(self, key: int, group: int = 0) -> list[int | None]:
+        """The table of a request's stay in a window group, null entries included."""
+        stay = self.sequence(key).stay
+        assert stay is not None, "no stay"
+        table = stay.windows[group]
+        return [*[None] * table.num_null, *table.block_ids]
+
+    def free_window_blocks(self, group: int = 0, lane_id: LaneId = LANE) -> tuple[int, ...]:
+        """Ids of the free blocks of a window group in the order in which they will be given out."""
+        windows = self.scheduler.lanes[lane_id].windows
+        assert windows is not None, "no windows"
+        return windows.groups[group].pool.free_ids()
 
     def free_slots(self, lane_id: LaneId = LANE) -> tuple[int, ...]:
         """Ids of the free slots in the order in which they will be given out."""

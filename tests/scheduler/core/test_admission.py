@@ -149,7 +149,7 @@ def test_lane_arithmetic() -> None:
     """Blocks are rounded up; the pool holds num_blocks * block_size positions."""
     config: LaneConfig = make_lane_config(num_blocks=3, block_size=4)
     assert [config.num_blocks_for(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
-    assert config.num_cache_tokens == 12
+    assert config.num_cache_tokens(1) == 12
 
 
 # ------------------------------------------------------------------------------------------------ order

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepahead.scheduler.core import Batching, Ordering, PlanOutcome, RequestKey, StepPlan
+from stepahead.scheduler.core import Batching, Ordering, PlanOutcome, RequestKey, StepPlan, WindowPool
 from tests.scheduler.core.builders import LANE, Driver
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,6 +22,7 @@ TRACES: dict[str, dict[str, object]] = {
     "depth_2_settled_prompts": {"overlap_depth": 2, "policy": {"settle_prompts_in_place": True}},
     "fixed_batches": {"overlap_depth": 1, "policy": {"batching": Batching.FIXED}},
     "priorities": {"overlap_depth": 1, "policy": {"ordering": Ordering.PRIORITY}},
+    "windows": {"windows": (WindowPool(window=5, num_blocks=11),), "policy": {"prefix_caching": True}},
 }
 
 
@@ -29,14 +30,16 @@ def describe(plan: StepPlan) -> str:
     """A plan as one line: what it carries, and nothing else."""
     parts = [f"step {plan.step_id} after {plan.committed_through} {plan.settle.value}"]
     rows = zip(plan.row_slots, plan.row_starts, plan.row_counts, plan.row_samples, strict=True)
-    appends = zip(plan.append_slots, plan.append_block_ids, strict=True)
+    groups = plan.append_groups or (0,) * len(plan.append_slots)
+    appends = zip(plan.append_slots, groups, plan.append_block_ids, strict=True)
     copies = zip(plan.copy_src_block_ids, plan.copy_dst_block_ids, strict=True)
     parts += [f"release {slot}" for slot in plan.released_slots]
-    parts += [f"append {slot}:{block}" for slot, block in appends]
+    parts += [f"append {slot}:{block}" + (f" in group {group}" if group else "") for slot, group, block in appends]
     parts += [f"copy {source}->{destination}" for source, destination in copies]
     parts += [
         f"admit {each.slot} #{each.incarnation} {len(each.token_ids)} tokens "
         f"from {each.num_settled_tokens} in {list(each.block_ids)}"
+        + (f", groups of {list(each.block_counts)} behind {list(each.null_counts)}" if each.block_counts else "")
         for each in plan.admissions
     ]
     parts += [f"join {slot}" for slot in plan.joined_slots]

@@ -29,6 +29,7 @@ from stepahead.scheduler.core import (
     StepId,
     StepResult,
     UnknownLane,
+    WindowPool,
 )
 from stepahead.scheduler.core.invariants import check_invariants
 from tests.scheduler.core.builders import WorkerBooks, make_lane_config, make_request
@@ -73,7 +74,7 @@ class CoreMachine(RuleBasedStateMachine):
         patience=st.sampled_from([(0, 0), (1, 2), (8, 2)]),
         rows=st.integers(1, 3),
         budget=st.integers(0, 4),
-        blocks=st.integers(4, 9),
+        pools=st.tuples(st.integers(4, 9), st.sampled_from([(), (), ((1, 4),), ((3, 5),), ((2, 4), (5, 7))])),
         block_size=st.integers(1, 3),
         first=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=5),
     )
@@ -84,7 +85,7 @@ class CoreMachine(RuleBasedStateMachine):
         patience: tuple[int, int],
         rows: int,
         budget: int,
-        blocks: int,
+        pools: tuple[int, tuple[tuple[int, int], ...]],
         block_size: int,
         first: list[tuple[int, int]],
     ) -> None:
@@ -97,11 +98,13 @@ class CoreMachine(RuleBasedStateMachine):
                 max_times_passed=patience[1],
             )
         )
+        num_blocks, windows = pools
         self.lane_config = make_lane_config(
             max_num_seqs=rows,
             num_slots=rows * (depth + 1),
             max_num_batched_tokens=rows + budget,
-            num_blocks=blocks,
+            num_blocks=0 if windows and num_blocks == 4 else num_blocks,
+            windows=tuple(WindowPool(window=window, num_blocks=size) for window, size in windows),
             block_size=block_size,
             max_model_len=12,
         )
@@ -146,7 +149,9 @@ class CoreMachine(RuleBasedStateMachine):
             queue_deadline_ns=None if queue_deadline is None else self.now_ns + queue_deadline,
         )
         limit = min(max_tokens, 12 - prompt)
-        fits = limit >= 1 and prompt + limit - 1 <= self.lane_config.num_cache_tokens
+        fits = limit >= 1 and prompt + limit - 1 <= self.lane_config.num_cache_tokens(
+            self.scheduler.config.overlap_depth
+        )
         try:
             self.scheduler.add_request(request)
         except RequestInfeasible:

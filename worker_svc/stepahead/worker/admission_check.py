@@ -8,11 +8,11 @@ import numpy as np
 
 from stepahead.worker.runner import NO_LOGPROBS
 from stepahead.worker.sampling_check import SamplingChecker
-from stepahead.worker.slot_table import Admission
+from stepahead.worker.slot_table import Admission, BlockTable
 
 if TYPE_CHECKING:
     from stepahead.v1.worker_pb2 import SlotAdmission, StepPlan
-    from stepahead.worker.runner import Int64Array
+    from stepahead.worker.runner import CacheGroup, Int64Array
     from stepahead.worker.slot_overlay import SlotOverlay, Violations
     from stepahead.worker.slot_table import SlotTable
 
@@ -66,7 +66,7 @@ class AdmissionChecker:
         elif bool((self._table.incarnation == message.incarnation).any()):
             self._faults.add(f"{field}.incarnation", f"{message.incarnation} is in use")
         token_ids = self._check_history(field, message)
-        block_ids = self._check_blocks(field, message)
+        tables = self._check_tables(field, message)
         sampling = self._sampling.check(f"{field}.sampling", message.sampling)
         if sampling.prompt_logprobs_top_k != NO_LOGPROBS and message.num_settled_tokens:
             self._faults.add(
@@ -79,7 +79,7 @@ class AdmissionChecker:
             token_ids=token_ids,
             num_prompt_tokens=message.num_prompt_tokens,
             num_settled_tokens=message.num_settled_tokens,
-            block_ids=block_ids,
+            tables=tables,
             sampling=sampling,
             constrained=message.constrained,
         )
@@ -118,21 +118,45 @@ class AdmissionChecker:
             )
         return token_ids
 
-    def _check_blocks(self, field: str, message: SlotAdmission) -> list[int]:
-        block_ids = list(message.block_ids)
-        shape = self._table.shape
-        if len(block_ids) > self._table.max_blocks:
+    def _check_tables(self, field: str, message: SlotAdmission) -> tuple[BlockTable, ...]:
+        """The block tables by KV group, whatever is wrong with them."""
+        groups = self._table.shape.groups
+        counts = list(message.block_counts) or [len(message.block_ids)]
+        nulls = list(message.null_counts) or [0] * len(groups)
+        for name, column in (("block_counts", counts), ("null_counts", nulls)):
+            if len(column) != len(groups):
+                self._faults.add(f"{field}.{name}", f"has {len(column)} entries, there are {len(groups)} KV groups")
+        if sum(counts) != len(message.block_ids):
+            self._faults.add(f"{field}.block_counts", f"name {sum(counts)} blocks of {len(message.block_ids)}")
+        tables: list[BlockTable] = []
+        start = 0
+        for group, (count, num_null) in enumerate(zip(counts, nulls, strict=False)):
+            table = BlockTable(num_null, list(message.block_ids[start : start + count]))
+            if group < len(groups):
+                self._check_table(field, message, table, groups[group], start)
+            start += count
+            tables.append(table)
+        return tuple(tables)
+
+    def _check_table(
+        self, field: str, message: SlotAdmission, table: BlockTable, group: CacheGroup, start: int
+    ) -> None:
+        size, num_settled = self._table.shape.block_size, message.num_settled_tokens
+        if len(table) > self._table.max_blocks:
             self._faults.add(
-                f"{field}.block_ids", f"{len(block_ids)} blocks, max_model_len allows {self._table.max_blocks}"
+                f"{field}.block_ids", f"{len(table)} blocks, max_model_len allows {self._table.max_blocks}"
             )
-        for index, block_id in enumerate(block_ids):
-            if block_id >= shape.num_blocks:
+        for index, block_id in enumerate(table.block_ids, start):
+            if block_id >= group.num_blocks:
                 self._faults.add(
-                    f"{field}.block_ids[{index}]", f"block {block_id} is not in 0 .. {shape.num_blocks - 1}"
+                    f"{field}.block_ids[{index}]", f"block {block_id} is not in 0 .. {group.num_blocks - 1}"
                 )
-        if message.num_settled_tokens > len(block_ids) * shape.block_size:
+        if table.num_null > (max(0, num_settled - group.window + 1) // size if group.window else 0):
             self._faults.add(
-                f"{field}.num_settled_tokens",
-                f"{message.num_settled_tokens} do not fit {len(block_ids)} blocks of {shape.block_size}",
+                f"{field}.null_counts",
+                f"{table.num_null} null blocks of {size}, but the window of position {num_settled} begins there",
             )
-        return block_ids
+        if num_settled > len(table) * size:
+            self._faults.add(
+                f"{field}.num_settled_tokens", f"{num_settled} do not fit {len(table)} blocks of {size}"
+            )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
+from stepahead.worker.cache_sizing import cache_bytes, describe_groups
+
 if TYPE_CHECKING:
     from stepahead.worker.runner import CacheShape, ModelFacts
 
@@ -56,8 +58,8 @@ class Announcer:
                 self._bar_task = self._bar.add_task(f"loading {what}", total=total)
             self._bar.update(self._bar_task, completed=done, total=total)
 
-    def ready(self, facts: ModelFacts, shape: CacheShape) -> None:
-        """Sessions are accepted."""
+    def ready(self, facts: ModelFacts, shape: CacheShape, num_concurrent: float) -> None:
+        """Sessions are accepted. `num_concurrent`: sequences of max_model_len that the cache holds at once."""
         self._close_bar()
         self._write(
             event="ready",
@@ -66,7 +68,9 @@ class Announcer:
             dtype=facts.dtype,
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
-            kv_cache_bytes=shape.num_blocks * shape.block_size * facts.kv_bytes_per_token,
+            kv_cache_bytes=sum(cache_bytes(shape, facts)),
+            kv_groups=describe_groups(shape),
+            num_concurrent=round(num_concurrent, 2),
             max_num_seqs=shape.max_num_seqs,
             max_model_len=shape.max_model_len,
         )

@@ -1,12 +1,20 @@
-"""How many KV blocks to allocate, and how long a sequence may get."""
+"""How many KV blocks to allocate, and how long a sequence may get.
+
+Layers that see a window keep what is in it, so their cost per sequence does not grow with its length:
+
+    layers       blocks of one sequence of length L              blocks of the pool, at most
+    see all      ceil(L / B)                                     max_num_seqs sequences
+    window W     min(ceil(L / B), ceil((W + D) / B) + 1)         max_num_seqs sequences, and chunks in flight
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepahead.worker.errors import ModelError
-from stepahead.worker.runner import CacheShape
+from stepahead.worker.runner import CacheGroup, CacheShape
 
 if TYPE_CHECKING:
     from stepahead.worker.runner import ModelFacts
@@ -17,11 +25,34 @@ MEMORY_SHARE = 0.25
 """Of the available memory, for a cache whose size was not given."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Layers of one KV group."""
+
+    window: int  # 0: they see all
+    block_bytes: int  # in all layers of the group
+
+    def blocks_of_one(self, length: int, settings: WorkerSettings) -> int:
+        """Blocks that a sequence of `length` holds at once, fed token by token."""
+        whole = -(-length // settings.block_size)
+        if not self.window:
+            return whole
+        return min(whole, -(-(self.window + settings.max_overlap_depth) // settings.block_size) + 1)
+
+    def blocks_wanted(self, length: int, settings: WorkerSettings) -> int:
+        """Blocks with which no sequence ever waits for another."""
+        whole = settings.max_num_seqs * -(-length // settings.block_size)
+        in_flight = (settings.max_overlap_depth + 1) * settings.max_num_batched_tokens
+        chunks = -(-in_flight // settings.block_size) if self.window else 0
+        return min(whole, settings.max_num_seqs * self.blocks_of_one(length, settings) + chunks)
+
+
 def size_cache(settings: WorkerSettings, facts: ModelFacts, available_bytes: int) -> CacheShape:
     """The shape of batch and cache.
 
     A cache size that is not given covers max_num_seqs sequences of max_model_len, within a quarter of the
-    available memory. A max_model_len that is not given shrinks to what the cache holds.
+    available memory. A max_model_len that is not given shrinks to what the cache holds. A size in blocks is that of
+    the layers that see everything; a window that no sequence can outgrow is none.
 
     Args:
         settings: limits, given or not.
@@ -31,38 +62,103 @@ def size_cache(settings: WorkerSettings, facts: ModelFacts, available_bytes: int
     Raises:
         ModelError: not even one sequence of max_model_len fits, or the model's context is shorter.
     """
-    block_size = settings.block_size
-    block_bytes = block_size * facts.kv_bytes_per_token
     if settings.max_model_len is not None and settings.max_model_len > facts.max_context_tokens:
         message = (
             f"--max-model-len {settings.max_model_len} is more than the {facts.max_context_tokens} positions "
             f"{facts.name} supports"
         )
         raise ModelError(message)
-    wanted_len = settings.max_model_len or min(facts.max_context_tokens, DEFAULT_MAX_MODEL_LEN)
-    budget = _given_blocks(settings, block_bytes)
-    if budget is None:
-        wanted = settings.max_num_seqs * -(-wanted_len // block_size)
-        affordable = int(available_bytes * MEMORY_SHARE) // block_bytes if block_bytes else wanted
-        budget = min(wanted, affordable)
+    length = settings.max_model_len or min(facts.max_context_tokens, DEFAULT_MAX_MODEL_LEN)
+    windows = [window if window < length else 0 for window in facts.layer_windows] or [0]
+    sizes = sorted(set(windows))
+    layer_bytes = settings.block_size * facts.kv_bytes_per_token // len(windows)
+    groups = [_Layers(window, windows.count(window) * layer_bytes) for window in sizes]
+    blocks = _share_out(settings, groups, length, available_bytes)
     if settings.max_model_len is None:
-        wanted_len = min(wanted_len, budget * block_size)
-    if budget < 1 or budget * block_size < wanted_len:
-        needed = -(-wanted_len // block_size)
-        message = (
-            f"the KV cache holds {budget} blocks of {block_size} tokens ({budget * block_bytes} bytes), one "
-            f"sequence of max_model_len {wanted_len} needs {needed} ({needed * block_bytes} bytes): lower "
-            f"--max-model-len, or raise --num-kv-blocks or --kv-cache-bytes"
-        )
-        raise ModelError(message)
+        length = min([length, *_lengths_held(settings, groups, blocks)])
+    for group, num_blocks in zip(groups, blocks, strict=True):
+        _check_fits(settings, group, num_blocks, length)
     return CacheShape(
         num_slots=settings.num_slots,
-        num_blocks=budget,
-        block_size=block_size,
-        max_model_len=wanted_len,
+        num_blocks=blocks[0],
+        window=sizes[0],
+        block_size=settings.block_size,
+        max_model_len=length,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
+        more_groups=tuple(map(CacheGroup, sizes[1:], blocks[1:])),
+        group_of_layer=tuple(sizes.index(window) for window in windows),
     )
+
+
+def cache_bytes(shape: CacheShape, facts: ModelFacts) -> tuple[int, ...]:
+    """Bytes of the cache by KV group."""
+    layers = shape.group_of_layer or (0,)
+    layer_bytes = shape.block_size * facts.kv_bytes_per_token // len(layers)
+    return tuple(group.num_blocks * layers.count(index) * layer_bytes for index, group in enumerate(shape.groups))
+
+
+def num_concurrent(shape: CacheShape, settings: WorkerSettings) -> float:
+    """Sequences of max_model_len that the cache holds at once."""
+    return min(
+        group.num_blocks / _Layers(group.window, 0).blocks_of_one(shape.max_model_len, settings)
+        for group in shape.groups
+    )
+
+
+def describe_groups(shape: CacheShape) -> str:
+    """The KV groups for a person: blocks, and the window where there is one."""
+    return ", ".join(
+        f"{group.num_blocks} blocks" + (f" for windows of {group.window}" if group.window else "")
+        for group in shape.groups
+    )
+
+
+def _share_out(settings: WorkerSettings, groups: list[_Layers], length: int, available_bytes: int) -> list[int]:
+    """Blocks of each group. What windows do not want, the first group gets."""
+    wanted = [group.blocks_wanted(length, settings) for group in groups]
+    if settings.num_kv_blocks is not None:
+        return [settings.num_kv_blocks, *(min(settings.num_kv_blocks, want) for want in wanted[1:])]
+    needed_bytes = sum(want * group.block_bytes for want, group in zip(wanted, groups, strict=True))
+    if settings.kv_cache_bytes is not None:
+        if not needed_bytes:
+            message = "--kv-cache-bytes: this model has no KV cache; give --num-kv-blocks instead"
+            raise ModelError(message)
+        budget = settings.kv_cache_bytes
+    else:
+        budget = min(needed_bytes, int(available_bytes * MEMORY_SHARE))
+    if not needed_bytes:
+        return wanted
+    blocks = wanted
+    if budget < needed_bytes:
+        least = [group.blocks_of_one(length, settings) for group in groups]
+        blocks = [max(few, want * budget // needed_bytes) for few, want in zip(least, wanted, strict=True)]
+    others = sum(count * group.block_bytes for count, group in zip(blocks[1:], groups[1:], strict=True))
+    return [max(0, (budget - others) // groups[0].block_bytes), *blocks[1:]]
+
+
+def _lengths_held(settings: WorkerSettings, groups: list[_Layers], blocks: list[int]) -> list[int]:
+    """The longest sequence of each group that does not hold any length."""
+    size = settings.block_size
+    return [
+        num_blocks * size
+        for group, num_blocks in zip(groups, blocks, strict=True)
+        if num_blocks < group.blocks_of_one(num_blocks * size + 1, settings)
+    ]
+
+
+def _check_fits(settings: WorkerSettings, group: _Layers, num_blocks: int, length: int) -> None:
+    needed = group.blocks_of_one(length, settings)
+    if length and num_blocks >= needed:
+        return
+    needed = max(needed, 1)
+    kind = f" for windows of {group.window}" if group.window else ""
+    message = (
+        f"the KV cache holds {num_blocks} blocks of {settings.block_size} tokens{kind} "
+        f"({num_blocks * group.block_bytes} bytes), one sequence of max_model_len {length} needs {needed} "
+        f"({needed * group.block_bytes} bytes): lower --max-model-len, or raise --num-kv-blocks or --kv-cache-bytes"
+    )
+    raise ModelError(message)
 
 
 def available_memory_bytes() -> int:
@@ -78,14 +174,3 @@ def available_memory_bytes() -> int:
     except OSError:  # no control groups, or version 1
         return available
     return available if limit == "max" else min(available, max(int(limit) - used, 0))
-
-
-def _given_blocks(settings: WorkerSettings, block_bytes: int) -> int | None:
-    if settings.num_kv_blocks is not None:
-        return settings.num_kv_blocks
-    if settings.kv_cache_bytes is None:
-        return None
-    if block_bytes == 0:
-        message = "--kv-cache-bytes: this model has no KV cache; give --num-kv-blocks instead"
-        raise ModelError(message)
-    return settings.kv_cache_bytes // block_bytes

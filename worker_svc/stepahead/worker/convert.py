@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepahead.v1 import worker_pb2
+from stepahead.worker.cache_sizing import cache_bytes
 from stepahead.worker.runner import SampleStatus
 
 if TYPE_CHECKING:
@@ -138,11 +139,25 @@ def worker_info_message(
             num_slots=shape.num_slots,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             max_model_len=shape.max_model_len,
-            num_blocks=shape.num_blocks,
+            num_blocks=sum(group.num_blocks for group in shape.groups),
             block_size=shape.block_size,
             max_overlap_depth=max_overlap_depth,
-            kv_cache_bytes=shape.num_blocks * shape.block_size * facts.kv_bytes_per_token,
+            kv_cache_bytes=sum(cache_bytes(shape, facts)),
+            kv_groups=_kv_groups(facts, shape),
         ),
         device=facts.device,
         version=version,
     )
+
+
+def _kv_groups(facts: ModelFacts, shape: CacheShape) -> list[worker_pb2.KvGroup]:
+    layers = shape.group_of_layer or (0,)
+    return [
+        worker_pb2.KvGroup(
+            window_tokens=group.window,
+            num_layers=layers.count(index),
+            num_blocks=group.num_blocks,
+            kv_bytes_per_token=facts.kv_bytes_per_token // len(layers) * layers.count(index),
+        )
+        for index, group in enumerate(shape.groups)
+    ]

@@ -26,7 +26,7 @@ class PlanEdits:
     """A checked plan: what it changes and what it runs."""
 
     released: list[int]
-    appends: list[tuple[int, list[int]]]
+    appends: list[tuple[int, int, list[int]]]  # slot, KV group, blocks
     copies: tuple[tuple[int, int], ...]
     zeroed_blocks: tuple[int, ...]
     admissions: list[Admission]
@@ -43,8 +43,8 @@ class PlanEdits:
         """Applies the edits in the protocol's order; rows are advanced by the batch builder."""
         for slot in self.released:
             table.release(slot)
-        for slot, block_ids in self.appends:
-            table.append_blocks(slot, block_ids)
+        for slot, group, block_ids in self.appends:
+            table.append_blocks(slot, group, block_ids)
         for admission in self.admissions:
             table.admit(admission)
         table.members = self.members
@@ -103,6 +103,9 @@ def _check_columns(plan: StepPlan, faults: Violations) -> None:
     for name, length, other_name, other_length in pairs:
         if length != other_length:
             faults.add(name, f"has {length} entries, {other_name} asks for {other_length}")
+    if plan.append_groups and len(plan.append_groups) != len(plan.append_slots):
+        fault = f"has {len(plan.append_groups)} entries, append_slots asks for {len(plan.append_slots)} or none"
+        faults.add("append_groups", fault)
     for name, column in (("draft_counts", plan.draft_counts), ("draft_token_ids", plan.draft_token_ids)):
         if column:
             faults.add(name, "drafts are not supported")
@@ -125,28 +128,33 @@ def _check_releases(plan: StepPlan, overlay: SlotOverlay, faults: Violations) ->
     return released
 
 
-def _check_appends(plan: StepPlan, overlay: SlotOverlay, faults: Violations) -> list[tuple[int, list[int]]]:
+def _check_appends(plan: StepPlan, overlay: SlotOverlay, faults: Violations) -> list[tuple[int, int, list[int]]]:
     table = overlay.table
     block_ids = list(plan.append_block_ids)
-    _check_block_ids("append_block_ids", block_ids, table.shape.num_blocks, faults)
-    appends: list[tuple[int, list[int]]] = []
+    groups = list(plan.append_groups) or [0] * len(plan.append_slots)
+    sizes = [group.num_blocks for group in table.shape.groups]
+    appends: list[tuple[int, int, list[int]]] = []
     start = 0
-    for index, (slot, count) in enumerate(zip(plan.append_slots, plan.append_counts, strict=True)):
+    for index, (slot, group, count) in enumerate(zip(plan.append_slots, groups, plan.append_counts, strict=True)):
         blocks = block_ids[start : start + count]
+        if group >= len(sizes):
+            faults.add(f"append_groups[{index}]", f"group {group} is not in 0 .. {len(sizes) - 1}")
+            continue
+        _check_block_ids("append_block_ids", blocks, sizes[group], faults, first=start)
         start += count
         if not overlay.occupied(slot, f"append_slots[{index}]", faults):
             continue
         if count == 0:
             faults.add(f"append_counts[{index}]", "must be at least 1")
-        num_blocks = overlay.num_blocks(slot) + count
+        num_blocks = overlay.num_blocks(slot, group) + count
         if num_blocks > table.max_blocks:
             faults.add(
                 f"append_counts[{index}]",
                 f"slot {slot} would hold {num_blocks} blocks, max_model_len allows {table.max_blocks}",
             )
             continue
-        overlay.set_num_blocks(slot, num_blocks)
-        appends.append((slot, blocks))
+        overlay.set_num_blocks(slot, group, num_blocks)
+        appends.append((slot, group, blocks))
     return appends
 
 
@@ -163,12 +171,17 @@ def _check_block_writes(
         ("zeroed_block_ids", zeroed),
     ):
         _check_block_ids(name, block_ids, table.shape.num_blocks, faults)
+        if block_ids and table.shape.more_groups:
+            faults.add(name, "blocks are copied and zeroed by workers of one KV group only")
         if block_ids and plan.total_rows == 0:
             faults.add(name, "a plan without rows launches nothing and cannot write blocks")
     return tuple(zip(sources, targets, strict=True)), tuple(zeroed)
 
 
-def _check_block_ids(name: str, block_ids: list[int], num_blocks: int, faults: Violations) -> None:
+def _check_block_ids(
+    name: str, block_ids: list[int], num_blocks: int, faults: Violations, *, first: int = 0
+) -> None:
+    """`first` is the place of the first block in its column."""
     if block_ids and max(block_ids) >= num_blocks:
         index = next(i for i, block_id in enumerate(block_ids) if block_id >= num_blocks)
-        faults.add(f"{name}[{index}]", f"block {block_ids[index]} is not in 0 .. {num_blocks - 1}")
+        faults.add(f"{name}[{first + index}]", f"block {block_ids[index]} is not in 0 .. {num_blocks - 1}")

@@ -148,7 +148,7 @@ def _check_end(field: str, slot: int, end: int, overlay: SlotOverlay, faults: Vi
     elif end > overlay.capacity(slot):
         faults.add(
             field,
-            f"slot {slot} would feed position {end - 1}, its {overlay.num_blocks(slot)} blocks hold "
+            f"slot {slot} would feed position {end - 1}, its {overlay.shortest(slot)} blocks hold "
             f"{overlay.capacity(slot)} positions",
         )
 

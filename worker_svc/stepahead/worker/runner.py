@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import GroupLayout, LayerGroups
 from stepahead.kernels.cpu.penalties import TokenRuleState
 from stepahead.kernels.reference.logprobs import LogprobEntries
 
@@ -110,7 +111,9 @@ class StepBatch:
     positions: Int64Array  # [num_tokens]
     query_start_loc: Int32Array  # [num_rows + 1], token offsets of the rows
     seq_lens: Int32Array  # [num_rows], last fed position + 1
-    block_tables: Int32Array  # [num_rows, width], entries past a row's need are 0 and must not be read
+    block_tables: Int32Array
+    """[num_rows, width], of KV group 0. Entries past a row's need are 0 and must not be read; where the group has a
+    window, those before the window of the row's first position are NULL_BLOCK."""
     slot_mapping: Int64Array  # [num_tokens], block_id * block_size + offset: where the KV goes
     sample_rows: Int32Array  # [num_samples], indexes of the rows that sample, ascending
     sampling: SamplingColumns
@@ -121,6 +124,8 @@ class StepBatch:
     """Blocks set to zero, before the forward."""
     prompt_targets: tuple[PromptTargets, ...] = ()
     """Ascending by row. Never of rows that feed LAST_SAMPLE inside the prompt: there are none."""
+    more_groups: tuple[GroupLayout, ...] = ()
+    """Of the KV groups 1 and up; `block_tables` and `slot_mapping` are group 0's."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,16 +172,46 @@ class StepSamples:
     """RAW, of `StepBatch.prompt_targets`, holes left out; None: there are none."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """A KV group: layers that keep the same positions of a sequence, and their block pool."""
+
+    window: int
+    """Positions a query sees, its own included; 0: all before it."""
+    num_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
     """Size of the batch and the paged cache a runner must hold."""
 
     num_slots: int
     num_blocks: int
+    """Of KV group 0."""
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    window: int = 0
+    """Of KV group 0: positions a query sees, its own included; 0: all before it."""
+    more_groups: tuple[CacheGroup, ...] = ()
+    """The KV groups 1 and up; each has a window."""
+    group_of_layer: tuple[int, ...] = ()
+    """[num_layers]; empty: all layers are group 0."""
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """All KV groups."""
+        return (CacheGroup(self.window, self.num_blocks), *self.more_groups)
+
+    @property
+    def layer_groups(self) -> LayerGroups | None:
+        """For the kernels; None: there is one group."""
+        if not self.more_groups:
+            return None
+        return LayerGroups(
+            of_layer=self.group_of_layer, more_blocks=tuple(group.num_blocks for group in self.more_groups)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +227,12 @@ class ModelFacts:
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    """Of all layers together; every layer takes the same."""
     device: str
     tokenizer_bundle: bytes = field(default=b"", repr=False)
     """Zip archive (tokenizer.json, chat_template.jinja, bundle.json) or empty."""
+    layer_windows: tuple[int, ...] = ()
+    """[num_layers], positions a query of the layer sees, 0: all; empty: every layer sees all."""
 
 
 class Runner(Protocol):

@@ -14,7 +14,13 @@ from grpc_reflection.v1alpha import reflection
 
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 from stepahead.worker import commands, convert
-from stepahead.worker.cache_sizing import available_memory_bytes, size_cache
+from stepahead.worker.cache_sizing import (
+    available_memory_bytes,
+    cache_bytes,
+    describe_groups,
+    num_concurrent,
+    size_cache,
+)
 from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError
 from stepahead.worker.executor import Executor
@@ -151,7 +157,7 @@ class WorkerServer:
         self._servicer.serve(LoadedWorker(self._executor, worker_info, facts.tokenizer_bundle))
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self._log_ready(facts, shape, worker_instance_id)
-        self._announcer.ready(facts, shape)
+        self._announcer.ready(facts, shape, num_concurrent(shape, self._settings))
 
     async def wait_failed(self) -> None:
         """Returns when a thread of the worker has failed: the process must end."""
@@ -179,8 +185,6 @@ class WorkerServer:
             await self._health.set(name, serving)
 
     def _log_ready(self, facts: ModelFacts, shape: CacheShape, worker_instance_id: str) -> None:
-        num_tokens = shape.num_blocks * shape.block_size
-        blocks_per_sequence = -(-shape.max_model_len // shape.block_size)
         log.info(
             "worker_ready",
             address=self.address,
@@ -190,16 +194,15 @@ class WorkerServer:
             device=facts.device,
             dtype=facts.dtype,
             weight_bytes=facts.weight_bytes,
-            kv_cache_tokens=num_tokens,
-            kv_cache_bytes=num_tokens * facts.kv_bytes_per_token,
-            num_blocks=shape.num_blocks,
+            kv_cache_bytes=sum(cache_bytes(shape, facts)),
+            kv_groups=describe_groups(shape),
             block_size=shape.block_size,
             max_model_len=shape.max_model_len,
             max_num_seqs=shape.max_num_seqs,
             num_slots=shape.num_slots,
             capacity=(
                 f"maximum concurrency for {shape.max_model_len}-token requests: "
-                f"{shape.num_blocks / blocks_per_sequence:.1f}"
+                f"{num_concurrent(shape, self._settings):.1f}"
             ),
         )
 

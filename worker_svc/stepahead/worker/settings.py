@@ -155,7 +155,9 @@ _OPTIONS = (
     click.option(
         "--block-size", type=click.IntRange(1, 1024), default=16, show_default=True, help="Tokens per block."
     ),
-    click.option("--num-kv-blocks", type=_POSITIVE, default=None, help="Size of the KV cache in blocks."),
+    click.option(
+        "--num-kv-blocks", type=_POSITIVE, default=None, help="Size of the KV cache in blocks, window layers aside."
+    ),
     click.option("--kv-cache-bytes", type=_SizeType(), default=None, help="Size of the KV cache, e.g. 2GiB."),
     click.option(
         "--max-overlap-depth",

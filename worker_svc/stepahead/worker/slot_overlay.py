@@ -44,7 +44,8 @@ class SlotAfter:
     incarnation: int
     next_position: int
     history_len: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]
+    """By KV group."""
     hole_position: int
 
 
@@ -73,7 +74,7 @@ class SlotOverlay:
             incarnation=int(table.incarnation[slot]),
             next_position=int(table.next_position[slot]),
             history_len=int(table.history_len[slot]),
-            num_blocks=int(table.num_blocks[slot]),
+            num_blocks=tuple(int(group.num_blocks[slot]) for group in table.groups),
             hole_position=int(table.hole_position[slot]),
         )
 
@@ -99,23 +100,27 @@ class SlotOverlay:
         known = self._touched.get(slot)
         return int(self.table.incarnation[slot]) if known is None else known.incarnation
 
-    def num_blocks(self, slot: int) -> int:
-        """Length of the slot's block table."""
-        known = self._touched.get(slot)
-        return int(self.table.num_blocks[slot]) if known is None else known.num_blocks
+    def num_blocks(self, slot: int, group: int) -> int:
+        """Length of the slot's block table in a KV group."""
+        return self.after(slot).num_blocks[group]
+
+    def shortest(self, slot: int) -> int:
+        """Length of the slot's shortest block table."""
+        return min(self.after(slot).num_blocks)
 
     def capacity(self, slot: int) -> int:
-        """Positions the slot's block table and max_model_len allow."""
+        """Positions the slot's block tables and max_model_len allow."""
         shape = self.table.shape
-        return min(self.num_blocks(slot) * shape.block_size, shape.max_model_len)
+        return min(self.shortest(slot) * shape.block_size, shape.max_model_len)
 
     def release(self, slot: int) -> None:
         """The slot becomes free."""
         self._touch(slot).incarnation = 0
 
-    def set_num_blocks(self, slot: int, num_blocks: int) -> None:
-        """The slot's block table grows."""
-        self._touch(slot).num_blocks = num_blocks
+    def set_num_blocks(self, slot: int, group: int, num_blocks: int) -> None:
+        """The slot's block table in a KV group grows."""
+        after = self._touch(slot)
+        after.num_blocks = (*after.num_blocks[:group], num_blocks, *after.num_blocks[group + 1 :])
 
     def admit(self, admission: Admission) -> None:
         """The slot takes a sequence."""
@@ -123,7 +128,7 @@ class SlotOverlay:
             incarnation=admission.incarnation,
             next_position=admission.num_settled_tokens,
             history_len=len(admission.token_ids),
-            num_blocks=len(admission.block_ids),
+            num_blocks=tuple(len(table) for table in admission.tables),
             hole_position=NO_HOLE,
         )
 

@@ -46,6 +46,26 @@ class SamplingOptions:
     prompt_logprobs_top_k: int  # NO_LOGPROBS: none of prompt positions
 
 
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """A block table of a newcomer: null entries, then blocks."""
+
+    num_null: int
+    block_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return self.num_null + len(self.block_ids)
+
+
+class GroupTables:
+    """The block tables of all slots in one KV group. Null entries are 0: whoever reads them goes by positions."""
+
+    def __init__(self, window: int, num_slots: int, max_blocks: int) -> None:
+        self.window = window
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """A checked admission. Positions and lengths in tokens."""
@@ -55,7 +75,7 @@ class Admission:
     token_ids: Int64Array  # [history length]
     num_prompt_tokens: int
     num_settled_tokens: int
-    block_ids: Sequence[int]
+    tables: tuple[BlockTable, ...]  # by KV group
     sampling: SamplingOptions
     constrained: bool
 
@@ -75,9 +95,8 @@ class SlotTable:
         self.next_position = np.zeros(num_slots, np.int64)
         self.history_len = np.zeros(num_slots, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int64)
-        self.num_blocks = np.zeros(num_slots, np.int64)
-        self.capacity = np.zeros(num_slots, np.int64)  # positions the table and max_model_len allow
-        self.block_tables = np.zeros((num_slots, self.max_blocks), np.int32)
+        self.groups = [GroupTables(group.window, num_slots, self.max_blocks) for group in shape.groups]
+        self.capacity = np.zeros(num_slots, np.int64)  # positions the tables and max_model_len allow
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_p = np.ones(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -107,11 +126,13 @@ class SlotTable:
         self.rule_states[slot] = None
         self._invalidated.append(slot)
 
-    def append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+    def append_blocks(self, slot: int, group: int, block_ids: Sequence[int]) -> None:
         """Grows a block table."""
-        start = int(self.num_blocks[slot])
-        self.block_tables[slot, start : start + len(block_ids)] = block_ids
-        self._set_num_blocks(slot, start + len(block_ids))
+        tables = self.groups[group]
+        start = int(tables.num_blocks[slot])
+        tables.block_tables[slot, start : start + len(block_ids)] = block_ids
+        tables.num_blocks[slot] = start + len(block_ids)
+        self._set_capacity(slot)
 
     def admit(self, admission: Admission) -> None:
         """Puts a sequence into a free slot."""
@@ -121,9 +142,11 @@ class SlotTable:
         self.history_len[slot] = len(admission.token_ids)
         self.num_prompt[slot] = admission.num_prompt_tokens
         self.next_position[slot] = admission.num_settled_tokens
-        self.block_tables[slot] = 0
-        self.block_tables[slot, : len(admission.block_ids)] = admission.block_ids
-        self._set_num_blocks(slot, len(admission.block_ids))
+        for tables, table in zip(self.groups, admission.tables, strict=True):
+            tables.block_tables[slot] = 0
+            tables.block_tables[slot, table.num_null : len(table)] = table.block_ids
+            tables.num_blocks[slot] = len(table)
+        self._set_capacity(slot)
         self.constrained[slot] = admission.constrained
         self._set_sampling(admission)
         self.hole_position[slot] = NO_HOLE
@@ -169,6 +192,6 @@ class SlotTable:
             None if rules is None else TokenRuleState(rules, admission.token_ids, admission.num_prompt_tokens)
         )
 
-    def _set_num_blocks(self, slot: int, num_blocks: int) -> None:
-        self.num_blocks[slot] = num_blocks
+    def _set_capacity(self, slot: int) -> None:
+        num_blocks = min(int(tables.num_blocks[slot]) for tables in self.groups)
         self.capacity[slot] = min(num_blocks * self.shape.block_size, self.shape.max_model_len)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stepahead.kernels.block_tables import NULL_BLOCK, GroupLayout
 from stepahead.worker.runner import (
     LAST_SAMPLE,
     NO_LOGPROBS,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from stepahead.worker.plan_check import PlanEdits
     from stepahead.worker.row_check import ExplicitRow
     from stepahead.worker.runner import Int32Array, Int64Array
-    from stepahead.worker.slot_table import SlotIndex, SlotTable
+    from stepahead.worker.slot_table import GroupTables, SlotIndex, SlotTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,8 @@ class BatchBuilder:
             columns = self._gather(slots[sample_rows])
             rows_of = (slots.astype(np.int32), slots.tolist(), table.incarnation[slots].tolist())
         ends = tokens.positions[query_start_loc[1:] - 1] + 1
+        starts = tokens.positions[query_start_loc[:-1]]
+        groups = [self._group_layout(group, slots, tokens, starts, int(ends.max())) for group in table.groups]
         rows = StepRows(
             slots=rows_of[1],
             incarnations=rows_of[2],
@@ -135,14 +138,15 @@ class BatchBuilder:
             positions=tokens.positions,
             query_start_loc=query_start_loc,
             seq_lens=ends.astype(np.int32),
-            block_tables=self._gather_tables(slots, int(ends.max())),
-            slot_mapping=self._slot_mapping(slots, tokens),
+            block_tables=groups[0].block_tables,
+            slot_mapping=groups[0].slot_mapping,
             sample_rows=sample_rows,
             sampling=self._sampling(columns, last_positions),
             invalidated_slots=np.array(table.take_invalidated(), np.int32),
             copies=edits.copies,
             zeroed_blocks=edits.zeroed_blocks,
             prompt_targets=self._prompt_targets(edits.rows),
+            more_groups=tuple(groups[1:]),
         )
         table.next_position[slots] = ends
         table.last_row_step[slots] = step_id
@@ -240,16 +244,23 @@ class BatchBuilder:
             raise RuntimeError(message)
         return history
 
-    def _slot_mapping(self, slots: SlotIndex, tokens: _Tokens) -> Int64Array:
-        block_size = self._table.shape.block_size
-        owners = slots if len(slots) == len(tokens.positions) else np.repeat(slots, tokens.counts)
-        blocks, offsets = np.divmod(tokens.positions, block_size)
-        return self._table.block_tables[owners, blocks].astype(np.int64) * block_size + offsets
+    def _group_layout(
+        self, group: GroupTables, slots: SlotIndex, tokens: _Tokens, starts: Int64Array, longest: int
+    ) -> GroupLayout:
+        """Where a KV group keeps the tokens, and the block tables of the rows, no wider than the longest needs.
 
-    def _gather_tables(self, slots: SlotIndex, longest: int) -> Int32Array:
-        """Block tables of the rows, no wider than the longest row needs."""
-        width = -(-longest // self._table.shape.block_size)
-        return self._table.block_tables[:, :width].take(slots, axis=0)
+        What lies before the window of a row's first position is null: its block may be somebody else's by now.
+        """
+        size = self._table.shape.block_size
+        owners = slots if len(slots) == len(tokens.positions) else np.repeat(slots, tokens.counts)
+        blocks, offsets = np.divmod(tokens.positions, size)
+        slot_mapping = group.block_tables[owners, blocks].astype(np.int64) * size + offsets
+        width = -(-longest // size)
+        tables: Int32Array = group.block_tables[:, :width].take(slots, axis=0)
+        if group.window:
+            num_null = np.maximum(starts - group.window + 1, 0) // size
+            tables[np.arange(width) < num_null[:, None]] = NULL_BLOCK
+        return GroupLayout(slot_mapping, tables)
 
     def _sampling(self, columns: _Columns, last_positions: Int64Array) -> SamplingColumns:
         output_index = last_positions + 1 - columns.num_prompt

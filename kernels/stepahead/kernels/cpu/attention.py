@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cpu.host_arrays import as_tensor
-from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder
+from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder, slot_mappings
 from stepahead.kernels.ops import AttentionShape, StepLayout
 from stepahead.kernels.reference.rope import RopeConfig, rope_tables
 
@@ -25,49 +26,66 @@ class CacheSize:
     num_blocks: int
     block_size: int
     max_positions: int
+    groups: LayerGroups | None = None
+
+    @property
+    def group_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group, the null block left out."""
+        return (self.num_blocks, *(self.groups.more_blocks if self.groups else ()))
 
 
 class PagedAttention:
-    """The KV cache of all layers and attention over it. Layout: `reference.attention`, plus one null block."""
+    """The KV cache of all layers and attention over it. Layout: `reference.attention`, a null block per group."""
 
     def __init__(self, shape: AttentionShape, size: CacheSize, dtype: torch.dtype) -> None:
         self._shape = shape
         self._block_size = block_size = size.block_size
-        layer = (size.num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_dim)
-        self._cache = torch.zeros((shape.num_layers, *layer), dtype=dtype)
-        # torch.zeros may hand out the kernel's shared zero page: writing makes the memory real now, not mid-step.
-        self._cache.fill_(0)
+        self._group_of = size.groups.of_layer if size.groups else (0,) * shape.num_layers
+        self._caches = [
+            torch.zeros(
+                (self._group_of.count(group), num_blocks + 1, 2, shape.num_kv_heads, block_size, shape.head_dim),
+                dtype=dtype,
+            )
+            for group, num_blocks in enumerate(size.group_blocks)
+        ]
+        for cache in self._caches:
+            # torch.zeros may hand out the kernel's shared zero page: writing makes memory real now, not mid-step.
+            cache.fill_(0)
         block_head = block_size * shape.head_dim
-        self._block_rows = [layer.view(-1, block_head) for layer in self._cache]
-        self._vector_rows = [layer.view(-1, shape.head_dim) for layer in self._cache]
+        rest = [iter(cache) for cache in self._caches]
+        caches = [next(rest[group]) for group in self._group_of]
+        self._block_rows = [cache.view(-1, block_head) for cache in caches]
+        self._vector_rows = [cache.view(-1, shape.head_dim) for cache in caches]
         layers = [shape.layer(index) for index in range(shape.num_layers)]
         ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         tables = [signed_tables(rope, size.max_positions, dtype) for rope in ropes]
         self._windows = [layer.window for layer in layers]
         self._table_of = [None if layer.rope is None else ropes.index(layer.rope) for layer in layers]
-        self._layouts = LayoutBuilder(shape, block_size, size.num_blocks, tables, dtype)
+        self._layouts = LayoutBuilder(shape, block_size, size.group_blocks, tables, dtype)
         self._gathered = torch.empty(0, dtype=dtype)
         future = torch.ones(CHUNK_TILE, CHUNK_TILE, dtype=torch.bool).triu(1)
         self._causal_bias = torch.zeros(CHUNK_TILE, CHUNK_TILE, dtype=dtype).masked_fill(future, -torch.inf)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache, the null block included."""
-        return self._cache.numel() * self._cache.element_size()
+        """Bytes of the cache, the null blocks included."""
+        return sum(cache.numel() * cache.element_size() for cache in self._caches)
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """Copies blocks, all sources read before the first write, then zeroes blocks."""
+        (cache,) = self._caches
         if copies:
             sources, destinations = (torch.tensor(ids) for ids in zip(*copies, strict=True))
-            self._cache[:, destinations] = self._cache[:, sources]
+            cache[:, destinations] = cache[:, sources]
         if zeroed:
-            self._cache.index_fill_(1, torch.tensor(zeroed), 0)
+            cache.index_fill_(1, torch.tensor(zeroed), 0)
 
     def prepare(self, layout: StepLayout) -> CpuStep:
         """Clears the blocks whose first kv_slot this step writes and returns the step's indexes."""
-        begun = layout.slot_mapping[layout.slot_mapping % self._block_size == 0] // self._block_size
-        if len(begun):
-            self._cache.index_fill_(1, as_tensor(begun), 0)
+        for cache, slot_mapping in zip(self._caches, slot_mappings(layout), strict=True):
+            begun = slot_mapping[slot_mapping % self._block_size == 0] // self._block_size
+            if len(begun):
+                cache.index_fill_(1, as_tensor(begun), 0)
         return self._layouts.build(layout)
 
     def attend(self, layer: int, qkv: torch.Tensor, step: CpuStep) -> torch.Tensor:
@@ -82,7 +100,7 @@ class PagedAttention:
             swapped = turned.roll(head_dim // 2, -1)
             torch.addcmul(turned * cos, swapped, sin, out=turned)
         vectors = heads[:, shape.num_heads :].reshape(-1, head_dim)
-        self._vector_rows[layer].index_copy_(0, step.write_index, vectors)
+        self._vector_rows[layer].index_copy_(0, step.write_index[self._group_of[layer]], vectors)
 
         queries = heads[:, : shape.num_heads]
         if not step.chunks and len(step.buckets) == 1:
@@ -101,7 +119,7 @@ class PagedAttention:
         row = self._block_size * self._shape.head_dim
         if self._gathered.numel() < len(index) * row:
             # One buffer for all layers and steps: page faults on fresh memory would cost more than the copy.
-            self._gathered = torch.empty(len(index) * row * 5 // 4, dtype=self._cache.dtype)
+            self._gathered = torch.empty(len(index) * row * 5 // 4, dtype=self._caches[0].dtype)
         out = self._gathered[: len(index) * row].view(len(index), row)
         return torch.index_select(self._block_rows[layer], 0, index, out=out)
 
@@ -109,7 +127,9 @@ class PagedAttention:
         """One query per row: the query heads that share a KV head are the rows of one small product."""
         shape = self._shape
         batch = bucket.num_rows * shape.num_kv_heads
-        gathered = self._gather(layer, bucket.gather).view(2, batch, bucket.num_keys, shape.head_dim)
+        gathered = self._gather(layer, bucket.gather[self._group_of[layer]]).view(
+            2, batch, bucket.num_keys, shape.head_dim
+        )
         grouped = queries.reshape(batch, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         scores = torch.bmm(grouped, gathered[0].transpose(1, 2))
         bias = bucket.biases[self._windows[layer]]
@@ -124,7 +144,8 @@ class PagedAttention:
         """Several queries of one row, tile by tile over the keys each tile may see."""
         shape = self._shape
         kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
-        keys, values = self._gather(layer, chunk.gather).view(2, kv_heads, chunk.num_keys, shape.head_dim)
+        gathered = self._gather(layer, chunk.gather[self._group_of[layer]])
+        keys, values = gathered.view(2, kv_heads, chunk.num_keys, shape.head_dim)
         start, window = chunk.seq_len - chunk.num_tokens, self._windows[layer]
         for first in range(0, chunk.num_tokens, CHUNK_TILE):
             end = min(first + CHUNK_TILE, chunk.num_tokens)

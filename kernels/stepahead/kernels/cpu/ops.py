@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CpuStep
@@ -87,9 +88,11 @@ class CpuOps:
         gate, up = gate_up.chunk(2, -1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, max_positions: int, groups: LayerGroups | None = None
+    ) -> int:
         """See `Ops.allocate_cache`."""
-        size = CacheSize(num_blocks, block_size, max_positions)
+        size = CacheSize(num_blocks, block_size, max_positions, groups)
         self._attention = PagedAttention(self._shape, size, self._dtype)
         return self._attention.num_bytes
 

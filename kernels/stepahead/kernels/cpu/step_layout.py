@@ -4,7 +4,8 @@
                         row by row, in tiles        rows of similar length, one matrix product each
 
 Rows of one token are sorted by length and cut into buckets; a bucket is padded to its longest row with the null
-block, which is zero and belongs to nobody. Reordering the tokens once spares every layer a gather.
+block, which is zero and belongs to nobody; it also stands for what has left a window. Reordering the tokens once
+spares every layer a gather. Each group of layers has block tables and so indexes of its own; the rest is shared.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import NULL_BLOCK
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.ops import AttentionShape, StepLayout
 
@@ -33,7 +35,8 @@ class DecodeBucket:
     first_token: int
     num_rows: int
     num_keys: int
-    gather: torch.Tensor  # [2 * num_rows * num_kv_heads * num_blocks] rows of the cache, see `attention`
+    gather: tuple[torch.Tensor, ...]
+    """By group: [2 * num_rows * num_kv_heads * num_blocks] rows of the cache, see `attention`."""
     biases: Mapping[int | None, torch.Tensor]
     """By window: [num_rows * num_kv_heads, 1, num_keys], 0 or -infinity."""
 
@@ -47,7 +50,8 @@ class Chunk:
     num_keys: int
     """Keys gathered: a multiple of the block size."""
     seq_len: int
-    gather: torch.Tensor  # [2 * num_kv_heads * num_blocks]
+    gather: tuple[torch.Tensor, ...]
+    """By group: [2 * num_kv_heads * num_blocks]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ class CpuStep:
     token_order: NDArray[np.int64]
     turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """(cos, sin) of each set of tables: [num_tokens, 1, head_dim], the first half of sin negated."""
-    write_index: torch.Tensor  # [num_tokens * 2 * num_kv_heads] rows of the cache seen as head vectors
+    write_index: tuple[torch.Tensor, ...]
+    """By group: [num_tokens * 2 * num_kv_heads] rows of the cache seen as head vectors."""
     chunks: tuple[Chunk, ...]
     buckets: tuple[DecodeBucket, ...]
 
@@ -96,14 +101,17 @@ class LayoutBuilder:
         self,
         shape: AttentionShape,
         block_size: int,
-        null_block: int,
+        null_blocks: Sequence[int],
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        """Takes, beside sizes, each set of tables (cos, sin): [num_positions, head_dim], the sign in sin."""
+        """Takes, beside sizes, a null block per group and each set of tables (cos, sin).
+
+        Tables are [num_positions, head_dim], the sign in sin.
+        """
         self._num_kv_heads = shape.num_kv_heads
         self._block_size = block_size
-        self._null_block = null_block
+        self._null_blocks = tuple(null_blocks)
         self._tables = tables
         self._dtype = dtype
         self._windows = {shape.layer(index).window for index in range(shape.num_layers)}
@@ -138,19 +146,18 @@ class LayoutBuilder:
                 (cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1))
                 for cos, sin in self._tables
             ),
-            write_index=self._write_index(layout.slot_mapping[order]),
+            write_index=tuple(self._write_index(mapping[order]) for mapping in slot_mappings(layout)),
             chunks=tuple(chunks),
             buckets=tuple(buckets),
         )
 
     def _chunk(self, layout: StepLayout, row: int, first_token: int, num_blocks: int) -> Chunk:
-        blocks = layout.block_tables[row : row + 1, :num_blocks].astype(np.int64)
         return Chunk(
             first_token=first_token,
             num_tokens=int(layout.query_start_loc[row + 1] - layout.query_start_loc[row]),
             num_keys=num_blocks * self._block_size,
             seq_len=int(layout.seq_lens[row]),
-            gather=gather_index(blocks, self._num_kv_heads),
+            gather=self._gathers(layout, np.array([row]), np.ones((1, num_blocks), np.bool_)),
         )
 
     def _bucket(
@@ -158,15 +165,26 @@ class LayoutBuilder:
     ) -> DecodeBucket:
         widest = int(num_blocks[rows[0]])
         used = np.arange(widest) < num_blocks[rows, None]
-        blocks = np.where(used, layout.block_tables[rows, :widest], self._null_block).astype(np.int64)
         num_keys = widest * self._block_size
         return DecodeBucket(
             first_token=first_token,
             num_rows=len(rows),
             num_keys=num_keys,
-            gather=gather_index(blocks, self._num_kv_heads),
+            gather=self._gathers(layout, rows, used),
             biases={window: self._bias(layout.seq_lens[rows], num_keys, window) for window in self._windows},
         )
+
+    def _gathers(
+        self, layout: StepLayout, rows: NDArray[np.int64], used: NDArray[np.bool_]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns, by group, what gathers the used blocks of some rows, and the null block for the others."""
+        gathers: list[torch.Tensor] = []
+        tables = [layout.block_tables, *(group.block_tables for group in layout.more_groups)]
+        for table, null_block in zip(tables, self._null_blocks, strict=True):
+            blocks = table[rows, : used.shape[1]]
+            blocks = np.where(used & (blocks != NULL_BLOCK), blocks, null_block).astype(np.int64)
+            gathers.append(gather_index(blocks, self._num_kv_heads))
+        return tuple(gathers)
 
     def _bias(self, seq_lens: NDArray[np.int32], num_keys: int, window: int | None) -> torch.Tensor:
         """Returns what hides keys from rows of one token, the last of their sequences."""
@@ -182,3 +200,8 @@ class LayoutBuilder:
         vectors = 2 * self._num_kv_heads
         rows = (blocks[:, None] * vectors + np.arange(vectors)) * self._block_size + offsets[:, None]
         return as_tensor(rows.reshape(-1))
+
+
+def slot_mappings(layout: StepLayout) -> list[NDArray[np.int64]]:
+    """Returns where each group keeps the tokens: [num_tokens] kv_slots, group 0 first."""
+    return [layout.slot_mapping, *(group.slot_mapping for group in layout.more_groups)]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cuda.attention import AttentionOptions, chunk_tiles, paged_chunk, paged_decode
 from stepahead.kernels.cuda.backend import Backend
 from stepahead.kernels.cuda.cache import change_blocks, to_device, write_kv
@@ -104,8 +105,12 @@ class CudaOps:
         """See `Ops.silu_mul`."""
         return gated_activation(self._backend, gate_up)
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_positions: int) -> int:
-        """See `Ops.allocate_cache`."""
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, max_positions: int, groups: LayerGroups | None = None
+    ) -> int:
+        """See `Ops.allocate_cache`; layers are one group, as they have no windows."""
+        if groups is not None:
+            raise KernelArgumentError("all layers share one block table: no groups")
         shape = self._shape
         sizes = (shape.num_layers, num_blocks, 2, shape.num_kv_heads, block_size, shape.head_dim)
         self._cache = self._backend.allocate(sizes, self._dtype)

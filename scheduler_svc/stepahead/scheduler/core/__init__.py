@@ -4,7 +4,7 @@ Nothing in this package reads a clock, draws a random number, logs, awaits or to
 results come in as arguments; plans and events go out as values. `import-linter` holds it to that.
 """
 
-from stepahead.scheduler.core.config import Batching, LaneConfig, Ordering, SchedulerConfig
+from stepahead.scheduler.core.config import Batching, LaneConfig, Ordering, SchedulerConfig, WindowPool
 from stepahead.scheduler.core.errors import (
     CoreError,
     QueueFull,
@@ -58,4 +58,5 @@ __all__ = [
     "StepResult",
     "TokenLogprobs",
     "UnknownLane",
+    "WindowPool",
 ]

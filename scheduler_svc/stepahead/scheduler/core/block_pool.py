@@ -145,6 +145,10 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def get(self, key: BlockKey) -> BlockId | None:
+        """The block of a key, if it is known."""
+        return self._by_key.get(key)
+
     def num_idle_among(self, block_ids: Iterable[BlockId]) -> int:
         """How many of them `take` counts as available."""
         return sum(block_id in self._idle for block_id in block_ids)
@@ -196,6 +200,17 @@ class BlockPool:
         key = self._key_of.pop(block_id, None)
         if key is not None:
             del self._by_key[key]
+
+    def forget_keys(self, keys: Iterable[BlockKey]) -> None:
+        """The content of blocks, whoever has them, must not be shared any more; idle ones become free."""
+        for key in keys:
+            block_id = self._by_key.pop(key, None)
+            if block_id is None:
+                continue
+            del self._key_of[block_id]
+            if block_id in self._idle:
+                del self._idle[block_id]
+                self._free.append(block_id)
 
     def state_of(self, block_id: BlockId) -> tuple[int, int]:
         """For invariant checks: live owners, retired owners behind a fence."""

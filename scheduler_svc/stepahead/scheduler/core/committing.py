@@ -7,10 +7,11 @@ from collections.abc import Callable
 from stepahead.scheduler.core.errors import StepMismatch
 from stepahead.scheduler.core.events import CommitOutcome, Finished
 from stepahead.scheduler.core.ids import StepId
-from stepahead.scheduler.core.lane import Lane, StepInFlight
+from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.plan import RowFault, StepResult
 from stepahead.scheduler.core.request import FinishReason, RequestStatus
 from stepahead.scheduler.core.sequence import Sequence, Stay
+from stepahead.scheduler.core.step_in_flight import StepInFlight
 
 Finish = Callable[[Sequence, Finished], None]
 """Ends a sequence: status, queue, and the stay's retirement are the scheduler's."""

@@ -68,6 +68,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPool:
+    """Layers that see a sliding window, and their block pool."""
+
+    window: int
+    """Positions a query sees, its own included."""
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        for name in ("window", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a window group must be at least 1, not {getattr(self, name)}")
+
+    def most_blocks(self, block_size: int, overlap_depth: int) -> int:
+        """Blocks a sequence of any length needs at once, fed token by token (rule N11)."""
+        return -(-(self.window + overlap_depth) // block_size) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaneConfig:
     """Size of one worker's batch and cache, as the worker states it."""
 
@@ -80,13 +98,18 @@ class LaneConfig:
     max_model_len: int
     """Prompt and output of a sequence together."""
     num_blocks: int
+    """Of the layers that see everything; 0 if there are none."""
     block_size: int
     """Tokens per block."""
+    windows: tuple[WindowPool, ...] = ()
+    """Of the layers that see a window, a pool for each size of it."""
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size"):
+        for name in ("num_slots", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_blocks < (0 if self.windows else 1):
+            raise ValueError(f"num_blocks must be at least 1, not {self.num_blocks}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if self.num_slots < self.max_num_seqs:
@@ -101,7 +124,12 @@ class LaneConfig:
         """Blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
-    @property
-    def num_cache_tokens(self) -> int:
-        """Positions the whole pool holds."""
-        return self.num_blocks * self.block_size
+    def num_cache_tokens(self, overlap_depth: int) -> int:
+        """Positions the longest sequence may have in the pools, alone; a large enough window pool sets no limit."""
+        pools = [self.num_blocks] if self.num_blocks else []
+        pools += [
+            each.num_blocks
+            for each in self.windows
+            if each.num_blocks < each.most_blocks(self.block_size, overlap_depth)
+        ]
+        return min((num_blocks * self.block_size for num_blocks in pools), default=self.max_model_len)

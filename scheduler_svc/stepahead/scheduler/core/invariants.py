@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+from stepahead.scheduler.core.block_pool import BlockPool
 from stepahead.scheduler.core.config import Ordering
 from stepahead.scheduler.core.ids import BlockId
 from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.request import RequestStatus
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Sequence, Stay
+from stepahead.scheduler.core.window_groups import WindowGroup
+from stepahead.scheduler.core.window_table import WindowTable
 
 
 class InvariantViolation(AssertionError):
@@ -76,13 +79,28 @@ def _check_pools(lane: Lane) -> None:
 
 
 def _check_blocks(lane: Lane, live: list[Stay], fenced: list[Stay]) -> None:
-    pool = lane.blocks
-    free, idle = pool.free_ids(), pool.idle_ids()
-    owners = Counter[int](block_id for stay in live for block_id in stay.block_ids)
     borrowed = [block_id for step in lane.in_flight for block_id in step.borrowed]
     borrowed += [stay.copy_from for stay in live if stay.copy_from is not None]
-    owners.update(borrowed)
-    behind = Counter[int](block_id for stay in fenced for block_id in stay.block_ids)
+    tables = [stay.block_ids for stay in live]
+    _check_pool(lane.blocks, [*tables, borrowed], [stay.block_ids for stay in fenced])
+    for stay in live:
+        _check_private(stay.block_ids[stay.num_published_blocks :], tables)
+        _require(len(stay.block_ids) in (0, stay.num_blocks), "A6", "a block table has another length than booked")
+        _require(
+            stay.num_settled // lane.config.block_size >= stay.num_published_blocks
+            or stay.num_published_blocks >= stay.num_blocks,
+            "H1",
+            "a block with unsettled positions has a key",
+        )
+    for index, group in enumerate(lane.windows.groups if lane.windows else ()):
+        _check_window_group(group, {stay: stay.windows[index] for stay in live}, [s.windows[index] for s in fenced])
+
+
+def _check_pool(pool: BlockPool, held: list[list[BlockId]], retired: list[list[BlockId]]) -> None:
+    """Every block is where its pool believes it is, and nowhere else."""
+    free, idle = pool.free_ids(), pool.idle_ids()
+    owners = Counter[int](block_id for table in held for block_id in table)
+    behind = Counter[int](block_id for table in retired for block_id in table)
     resting = Counter[int]([*free, *idle])
     _require(not resting or max(resting.values()) == 1, "E4", "a block rests in two places")
     for block_id in range(pool.num_total):
@@ -98,16 +116,30 @@ def _check_blocks(lane: Lane, live: list[Stay], fenced: list[Stay]) -> None:
         "E4",
         "the states of the blocks do not sum to the pool",
     )
-    for stay in live:
-        private = stay.block_ids[stay.num_published_blocks :]
-        writers = [owners[block_id] - borrowed.count(block_id) for block_id in private]
-        _require(all(count == 1 for count in writers), "H5", "a block that is written has two owners")
+
+
+def _check_private(private: list[BlockId], tables: list[list[BlockId]]) -> None:
+    writers = Counter[int](block_id for table in tables for block_id in table)
+    _require(all(writers[block_id] == 1 for block_id in private), "H5", "a block that is written has two owners")
+
+
+def _check_window_group(group: WindowGroup, live: dict[Stay, WindowTable], fenced: list[WindowTable]) -> None:
+    tables = [table.block_ids for table in live.values()]
+    _check_pool(group.pool, tables, [table.block_ids for table in fenced])
+    promised = sum(table.num_reserved for table in [*live.values(), *fenced])
+    _require(promised == group.num_reserved, "N11", f"{promised} blocks reserved, {group.num_reserved} booked")
+    _require(promised <= group.pool.num_total, "N11", "more blocks are reserved than there are")
+    for stay, table in live.items():
+        held, settled = len(table.block_ids), stay.num_settled
+        _check_private(table.block_ids[max(0, stay.num_published_blocks - table.num_null) :], tables)
+        _require(held <= table.num_reserved, "N11", f"holds {held} blocks, {table.num_reserved} are reserved")
         _require(
-            stay.num_settled // lane.config.block_size >= stay.num_published_blocks
-            or stay.num_published_blocks >= len(stay.block_ids),
-            "H1",
-            "a block with unsettled positions has a key",
+            table.num_null * group.block_size <= max(0, settled - group.window + 1),
+            "N1",
+            f"{table.num_null} blocks dropped with P={settled} and a window of {group.window}",
         )
+        _require(stay.num_dispatched <= table.end * group.block_size, "A6", "fed past a window's block table")
+        _require(table.end <= stay.num_blocks, "A6", "a window's block table is longer than the others")
 
 
 def _check_steps(scheduler: Scheduler, lane: Lane) -> None:
@@ -181,5 +213,7 @@ def _check_quiescence(scheduler: Scheduler) -> None:
     if not scheduler.is_idle:
         return
     for lane in scheduler.lanes.values():
-        for pool in (lane.blocks, lane.slots):
+        groups = lane.windows.groups if lane.windows else []
+        _require(not any(group.num_reserved for group in groups), "E6", "blocks are reserved while idle")
+        for pool in (*lane.block_pools, lane.slots):
             _require(pool.num_owned == 0 and pool.num_quarantined == 0, "E6", "resources held while idle")

@@ -15,50 +15,8 @@ from stepahead.scheduler.core.decode_rows import DecodeRows
 from stepahead.scheduler.core.ids import NO_STEP, BlockId, BlockKey, Incarnation, LaneId, SlotId, StepId
 from stepahead.scheduler.core.plan import StepPlan
 from stepahead.scheduler.core.sequence import DecodeClock, Sequence, Stay
-
-
-class StepInFlight:
-    """A dispatched step: its rows in plan order, and what its completion gives back."""
-
-    __slots__ = (
-        "borrowed",
-        "constrained",
-        "explicit_rows",
-        "fenced",
-        "has_dead_rows",
-        "incarnations",
-        "last_outputs",
-        "members",
-        "num_tokens",
-        "step_id",
-    )
-
-    def __init__(self, step_id: StepId, explicit_rows: list[tuple[Stay, int, bool]], members: DecodeRows) -> None:
-        self.step_id = step_id
-        self.explicit_rows = explicit_rows
-        """(stay, positions fed, samples)."""
-        self.members = members
-        """Each feeds one position and samples."""
-        self.incarnations = members.incarnations
-        if explicit_rows:
-            self.incarnations = [stay.incarnation for stay, _, _ in explicit_rows] + members.incarnations
-        self.num_tokens = sum(count for _, count, _ in explicit_rows) + len(members)
-        self.constrained: list[tuple[Stay, int]] = []
-        """Rows whose sample waits for a mask, and the position each feeds last."""
-        self.last_outputs: list[Stay] = []
-        """Members whose last possible output this step samples."""
-        self.has_dead_rows = False
-        """Whether a row's stay was retired after the step was dispatched."""
-        self.borrowed: list[BlockId] = []
-        """Blocks that the step copies from."""
-        self.fenced: list[Stay] = []
-        """Retired stays whose slot and blocks come back when this step commits."""
-
-    @property
-    def decode_rows(self) -> list[Stay]:
-        """The members' stays."""
-        return self.members.stays
-
+from stepahead.scheduler.core.step_in_flight import StepInFlight
+from stepahead.scheduler.core.window_groups import LaneWindows
 
 Bookings = dict[int, dict[Stay, None]]
 """Members of the decode set by the tick after which their stride does not simply go on."""
@@ -86,24 +44,33 @@ class Lane:
         "joined",
         "lane_id",
         "left_slots",
+        "new_block_groups",
         "new_block_slots",
         "new_blocks",
         "next_step_id",
+        "num_cache_tokens",
         "num_overrun_rows",
         "num_stale_results",
         "prefilling",
         "released",
         "room_version",
         "slots",
+        "windows",
     )
 
-    def __init__(self, lane_id: LaneId, config: LaneConfig, epoch: int, *, cache_model: str | None = None) -> None:
+    def __init__(
+        self, lane_id: LaneId, config: LaneConfig, epoch: int, *, overlap_depth: int, cache_model: str | None = None
+    ) -> None:
         self.lane_id = lane_id
         self.config = config
         self.epoch = epoch
         self.cache_model = cache_model
         """Goes into block keys; None: nothing is cached."""
         self.blocks = BlockPool(config.num_blocks)
+        """Of the layers that see everything."""
+        self.windows = LaneWindows(config, overlap_depth) if config.windows else None
+        self.num_cache_tokens = config.num_cache_tokens(overlap_depth)
+        """Positions the longest sequence may have, alone."""
         self.being_prefilled: dict[BlockKey, Stay] = {}
         """Keys of prompt blocks that a live stay will publish, and which."""
         self.slots: FencedPool[SlotId] = FencedPool(SlotId(i) for i in range(config.num_slots))
@@ -132,6 +99,7 @@ class Lane:
         self.left_slots: list[SlotId] = []
         self.new_block_slots: list[SlotId] = []
         self.new_blocks: list[BlockId] = []
+        self.new_block_groups: list[int] = []
         self.room_version = 0
         """Changes whenever somebody could find a place who did not before."""
         self.num_overrun_rows = 0
@@ -148,18 +116,20 @@ class Lane:
         incarnation: Incarnation,
         *,
         cached: list[BlockId],
+        keys: Sequence_[BlockKey],
         num_settled: int,
         copy_from: BlockId | None,
     ) -> Stay:
         """Gives the sequence a slot, the cached blocks and new ones for the rest of its history.
 
-        The caller has checked that there are enough.
+        The caller has checked that there are enough. `keys` are those of the cached blocks, in every group.
         """
         slots = self.slots.take(1)
+        num_blocks = self.config.num_blocks_for(len(sequence.history))
         self.blocks.share(cached)  # first, lest `take` evict one of them
         if copy_from is not None:
             self.blocks.share([copy_from])  # its owner may end before the copy is made
-        fresh = self.blocks.take(self.config.num_blocks_for(len(sequence.history)) - len(cached))
+        fresh = self.blocks.take(num_blocks - len(cached) if self.config.num_blocks else 0)
         assert slots is not None, "admitted without a free slot"
         assert fresh is not None, "admitted without free blocks"
         stay = Stay(
@@ -169,8 +139,10 @@ class Lane:
             incarnation=incarnation,
             slot=slots[0],
             block_ids=cached + fresh,
+            windows=self.windows.open_tables(keys, len(keys), num_blocks) if self.windows else [],
+            num_blocks=num_blocks,
             block_size=self.config.block_size,
-            num_cached_blocks=len(cached),
+            num_cached_blocks=len(keys),
             num_settled=num_settled,
             copy_from=copy_from,
         )
@@ -195,9 +167,12 @@ class Lane:
         keys = stay.sequence.block_keys(num_blocks, size, self.cache_model)
         for index in range(stay.num_published_blocks, num_blocks):
             key = keys[index]
-            self.blocks.publish(stay.block_ids[index], key)
+            if stay.block_ids:
+                self.blocks.publish(stay.block_ids[index], key)
             if self.being_prefilled.get(key) is stay:
                 del self.being_prefilled[key]
+        if self.windows:
+            self.windows.publish(stay, keys, stay.num_published_blocks)
         stay.num_published_blocks = num_blocks
         self.room_version += 1
 
@@ -205,27 +180,68 @@ class Lane:
         """What the stay wrote may be poisoned (rules H3, J10): nobody may share it."""
         for block_id in stay.block_ids[stay.num_cached_blocks :]:
             self.blocks.forget(block_id)
-        stay.num_published_blocks = len(stay.block_ids)
+        if self.windows and self.cache_model is not None:
+            num_keys = len(stay.sequence.history) // self.config.block_size
+            keys = stay.sequence.block_keys(num_keys, self.config.block_size, self.cache_model)
+            self.windows.distrust(keys[stay.num_cached_blocks :])
+        stay.num_published_blocks = stay.num_blocks
 
     def extend(self, stays: list[Stay]) -> bool:
-        """Adds one block to the table of each member, which stands at the end of it; False if there are too few."""
-        block_ids = self.blocks.take(len(stays))
+        """Adds one block to the tables of each member, which stands at their end; False if there are too few."""
+        if self.windows:
+            has_blocks = not self.config.num_blocks or self.blocks.num_available >= len(stays)
+            if not has_blocks or not self.windows.reserve_next(stays):
+                return False
+        block_ids = self.blocks.take(len(stays) if self.config.num_blocks else 0)
         if block_ids is None:
             return False
         # Everybody's next border is a block away: the same tick for all of them.
         tick = self.clock.dispatched + self.config.block_size
-        for stay, block_id in zip(stays, block_ids, strict=True):
-            stay.block_ids.append(block_id)
+        for stay in stays:
+            stay.num_blocks += 1
             stay.border_tick = tick
+        for stay, block_id in zip(stays, block_ids, strict=bool(block_ids)):
+            stay.block_ids.append(block_id)
         self.borders.setdefault(tick, {}).update(dict.fromkeys(stays))
-        self.new_block_slots += [stay.slot for stay in stays]
+        self.new_block_slots += [stay.slot for stay in stays[: len(block_ids)]]
         self.new_blocks += block_ids
+        if self.windows:
+            self.new_block_groups += [0] * len(block_ids)
+            for stay in stays:
+                self.grow_windows(stay, stay.capacity)
         return True
+
+    def grow_windows(self, stay: Stay, num_tokens: int) -> None:
+        """Extends a stay's window tables over its first `num_tokens` positions, within what it has reserved."""
+        assert self.windows is not None, "there are no windows"
+        added = self.windows.grow(stay, num_tokens)
+        if stay.announced:
+            self.new_block_slots += [stay.slot] * len(added)
+            self.new_block_groups += [group for group, _ in added]
+            self.new_blocks += [block_id for _, block_id in added]
 
     @property
     def num_returning_blocks(self) -> int:
-        """Blocks that come back when steps in flight commit, without taking anybody's place (rule E7)."""
-        return self.blocks.num_quarantined + sum(len(stay.block_ids) for stay in self.finishing)
+        """Blocks that come back when steps in flight commit, without taking anybody's place (rule E7).
+
+        Of the pool that has least of them, where several have too few.
+        """
+        returning = self.blocks.num_quarantined + sum(len(stay.block_ids) for stay in self.finishing)
+        if self.windows:
+            in_windows = self.windows.num_returning([*self.prefilling, *self.decoding])
+            if in_windows is not None:
+                return min(in_windows, returning) if self.has_no_block else in_windows
+        return returning
+
+    @property
+    def block_pools(self) -> list[BlockPool]:
+        """The pools of all KV groups, that of the layers that see everything first (it may be empty)."""
+        return [self.blocks, *(group.pool for group in self.windows.groups)] if self.windows else [self.blocks]
+
+    @property
+    def has_no_block(self) -> bool:
+        """Whether the layers that see everything have no block to give out."""
+        return bool(self.config.num_blocks) and not self.blocks.num_available
 
     @property
     def rows(self) -> DecodeRows:
@@ -332,6 +348,8 @@ class Lane:
         self.room_version += 1
         self.slots.quarantine(1)
         self.blocks.quarantine(stay.block_ids)
+        if self.windows:
+            self.windows.quarantine(stay)
         if stay.copy_from is not None:
             self.return_borrowed([stay.copy_from])
             stay.copy_from = None
@@ -361,6 +379,8 @@ class Lane:
         self.room_version += 1
         self.slots.release([stay.slot])
         self.blocks.release(stay.block_ids)
+        if self.windows:
+            self.windows.close(stay)
         stay.block_ids = []
         self.clock.backlog.flush()  # the sequence finds it through its stay
         stay.sequence.stay = None
@@ -375,3 +395,4 @@ class Lane:
         self.left_slots = []
         self.new_block_slots = []
         self.new_blocks = []
+        self.new_block_groups = []

@@ -16,7 +16,9 @@ class Place:
 
     lane: Lane
     cached: list[BlockId]
-    """Blocks of the sequence's prefix that the lane holds."""
+    """Blocks of the sequence's prefix that the lane holds, in the layers that see everything."""
+    cached_keys: Sequence_[BlockKey]
+    """Keys of the prefix that need not be fed; every KV group has what a row behind it reads."""
     missing_keys: Sequence_[BlockKey]
     """Keys of the full prompt blocks behind them."""
     num_settled: int
@@ -41,20 +43,45 @@ def find_place(sequence: Sequence, lanes: list[Lane], parent: Sequence | None) -
             lane.num_running >= config.max_num_seqs
             or not lane.slots.num_free
             or sequence.max_total_tokens > config.max_model_len
-            or sequence.max_total_tokens - 1 > config.num_cache_tokens
+            or sequence.max_total_tokens - 1 > lane.num_cache_tokens
         ):
             continue
         keys = _keys(sequence, lane)
-        cached = lane.blocks.find(keys)
-        # A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
-        headroom = max(1, config.num_blocks // 100) if lane.num_running else 0
-        available = lane.blocks.num_available - lane.blocks.num_idle_among(cached)
-        left = available - (config.num_blocks_for(len(sequence.history)) - len(cached)) - headroom
-        rank = (len(cached) * config.block_size, 1 - lane.num_running / config.max_num_seqs, left)
+        cached, num_cached = _find_prefix(lane, keys)
+        left = _room_left(sequence, lane, cached)
+        rank = (num_cached * config.block_size, 1 - lane.num_running / config.max_num_seqs, left)
         if left >= 0 and rank > best_rank:
-            num_settled, copy_from = _fork(sequence, lane, len(cached), parent)
-            best, best_rank = Place(lane, cached, keys[len(cached) :], num_settled, copy_from), rank
+            num_settled, copy_from = _fork(sequence, lane, num_cached, parent)
+            place = Place(lane, cached, keys[:num_cached], keys[num_cached:], num_settled, copy_from)
+            best, best_rank = place, rank
     return best
+
+
+def _find_prefix(lane: Lane, keys: Sequence_[BlockKey]) -> tuple[list[BlockId], int]:
+    """The blocks that layers which see everything hold of the longest usable prefix, and its length in blocks.
+
+    Where windows are missing before the end of what those layers know, the prefix ends earlier and the rest is
+    computed again: from exact states, as without a cache (rules N8, N12).
+    """
+    cached = lane.blocks.find(keys)
+    if lane.windows is None:
+        return cached, len(cached)
+    num_cached = lane.windows.longest_hit(keys, len(cached) if lane.config.num_blocks else len(keys))
+    return cached[:num_cached], num_cached
+
+
+def _room_left(sequence: Sequence, lane: Lane, cached: list[BlockId]) -> int:
+    """Blocks that stay free if the sequence enters, of the pool that has least; negative: it cannot.
+
+    A lane that runs others keeps a little back, so that their next blocks cost nobody's place.
+    """
+    config, blocks = lane.config, lane.blocks
+    needed = config.num_blocks_for(len(sequence.history))
+    rooms = lane.windows.rooms_left(needed) if lane.windows else []
+    if config.num_blocks:
+        available = blocks.num_available - blocks.num_idle_among(cached)
+        rooms.append((available - (needed - len(cached)), config.num_blocks))
+    return min(left - (max(1, total // 100) if lane.num_running else 0) for left, total in rooms)
 
 
 def _fork(
@@ -67,7 +94,7 @@ def _fork(
         fork     |   shared   |   shared   | copied  | fed |      starts at n - 1
 
     The parent may write later positions of its tail while it is copied; the fork overwrites them before it
-    reads them.
+    reads them. With window groups the tail is fed again: the parent may have dropped it.
     """
     size = lane.config.block_size
     cached = num_cached_blocks * size
@@ -76,6 +103,7 @@ def _fork(
     if (
         stay is None
         or stay.retired
+        or lane.windows is not None
         or stay.lane_id != lane.lane_id
         or stay.sequence.request.prompt_token_ids != tuple(sequence.history)
         or num_cached_blocks != last // size

@@ -27,6 +27,11 @@ class Admission:
     num_prompt_tokens: int
     num_settled_tokens: int
     block_ids: tuple[BlockId, ...]
+    """Table after table of the lane's KV groups, without null entries."""
+    block_counts: tuple[int, ...] = ()
+    """Entries of each group in `block_ids`; empty: there is one group."""
+    null_counts: tuple[int, ...] = ()
+    """Null entries in front of each group's table; empty: none."""
     sampling: SamplingSpec
     min_tokens: int
     constrained: bool = False
@@ -44,6 +49,8 @@ class StepPlan:
     append_slots: tuple[SlotId, ...] = ()
     append_block_ids: tuple[BlockId, ...] = ()
     """One block per entry of append_slots."""
+    append_groups: tuple[int, ...] = ()
+    """KV group of each; empty: group 0."""
     copy_src_block_ids: tuple[BlockId, ...] = ()
     copy_dst_block_ids: tuple[BlockId, ...] = ()
     admissions: tuple[Admission, ...] = ()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from stepahead.scheduler.core.config import SchedulerConfig
 from stepahead.scheduler.core.decode_rows import DecodeRows
-from stepahead.scheduler.core.lane import Lane, StepInFlight
+from stepahead.scheduler.core.lane import Lane
 from stepahead.scheduler.core.plan import Admission, SettleMode, StepPlan
 from stepahead.scheduler.core.sequence import Stay
+from stepahead.scheduler.core.step_in_flight import StepInFlight
 
 
 def is_window_open(lane: Lane, config: SchedulerConfig) -> bool:
@@ -73,6 +74,8 @@ def make_room(lane: Lane) -> tuple[dict[Stay, None], list[Stay]]:
     crossing, lane.crossing = lane.crossing, []
     if lane.extend(crossing):
         return waiting, victims
+    if lane.windows:
+        lane.windows.settle([*lane.decoding, *lane.prefilling])
     crossing.sort(key=lambda stay: stay.sequence.rank)
     for stay in crossing:
         while not stay.retired:
@@ -100,7 +103,10 @@ def choose_victim(lane: Lane) -> Stay:
 
 
 def _choose_chunks(lane: Lane, *, budget: int, max_rows: int, max_described: int) -> list[tuple[Stay, int, bool]]:
-    """Explicit rows: (stay, positions to feed, whether the last one is the newest known token)."""
+    """Explicit rows: (stay, positions to feed, whether the last one is the newest known token).
+
+    A chunk is cut to what the stay's window tables can be made to hold: at least a position with nothing in flight.
+    """
     rows: list[tuple[Stay, int, bool]] = []
     for stay in lane.prefilling:
         if budget <= 0 or len(rows) >= max_rows:
@@ -110,9 +116,14 @@ def _choose_chunks(lane: Lane, *, budget: int, max_rows: int, max_described: int
         to_feed = stay.num_to_feed
         count = min(to_feed, budget)
         if stay.is_described:
-            if max_described == 0:
-                continue
             count = min(count, max_described)
+        if lane.windows and count:
+            # A member that waits for a block goes first: nobody reserves more meanwhile.
+            count = lane.windows.fit(stay, count, may_reserve=not lane.crossing)
+            lane.grow_windows(stay, stay.num_dispatched + count)
+        if not count:
+            continue
+        if stay.is_described:
             max_described -= count
         rows.append((stay, count, count == to_feed))
         budget -= count
@@ -134,6 +145,7 @@ def _dispatch(lane: Lane, config: SchedulerConfig, step: StepInFlight, sitting_o
         released_incarnations=tuple(stay.incarnation for stay in lane.released),
         append_slots=tuple(lane.new_block_slots),
         append_block_ids=tuple(lane.new_blocks),
+        append_groups=tuple(lane.new_block_groups) if any(lane.new_block_groups) else (),
         copy_src_block_ids=tuple(step.borrowed),
         copy_dst_block_ids=tuple(stay.block_ids[stay.num_cached_blocks] for stay in forks),
         admissions=tuple(_admission(stay) for stay in newcomers),
@@ -181,13 +193,18 @@ def _advance(lane: Lane, step: StepInFlight, sitting_out: dict[Stay, None]) -> N
 
 def _admission(stay: Stay) -> Admission:
     sequence = stay.sequence
+    tables = [stay.block_ids] if stay.block_ids else []
+    tables += [table.block_ids for table in stay.windows]
+    null_counts = [0] * (len(tables) - len(stay.windows)) + [table.num_null for table in stay.windows]
     return Admission(
         slot=stay.slot,
         incarnation=stay.incarnation,
         token_ids=tuple(sequence.history),
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_settled_tokens=stay.num_settled,
-        block_ids=tuple(stay.block_ids),
+        block_ids=tuple(block_id for table in tables for block_id in table),
+        block_counts=tuple(len(table) for table in tables) if len(tables) > 1 else (),
+        null_counts=tuple(null_counts) if any(null_counts) else (),
         sampling=sequence.request.sampling,
         min_tokens=sequence.request.min_tokens,
         constrained=sequence.request.constrained,

@@ -80,7 +80,8 @@ class Scheduler:
         """Adds a worker with an empty batch and cache. `epoch` must differ from every earlier one of the lane."""
         assert lane_id not in self.lanes, "the lane is open"
         cache_model = self.config.model if self.config.prefix_caching else None
-        self.lanes[lane_id] = Lane(lane_id, config, epoch, cache_model=cache_model)
+        depth = self.config.overlap_depth
+        self.lanes[lane_id] = Lane(lane_id, config, epoch, overlap_depth=depth, cache_model=cache_model)
 
     def lose_lane(self, lane_id: LaneId) -> tuple[Preempted, ...]:
         """The worker's state is void. Its sequences wait again, at their old place, with their whole history.
@@ -137,7 +138,7 @@ class Scheduler:
         max_model_len = min(config.max_model_len for config in configs)
         num_prompt_tokens = len(request.prompt_token_ids)
         max_total_tokens = min(num_prompt_tokens + request.max_tokens, max_model_len)
-        available = max(config.num_cache_tokens for config in configs)
+        available = max(lane.num_cache_tokens for lane in self.lanes.values())
         if num_prompt_tokens >= max_model_len:
             raise RequestInfeasible(num_prompt_tokens + 1, max_model_len)
         if max_total_tokens - 1 > available:
@@ -339,6 +340,7 @@ class Scheduler:
             sequence,
             Incarnation(self._incarnations),
             cached=place.cached,
+            keys=place.cached_keys,
             num_settled=place.num_settled,
             copy_from=place.copy_from,
         )

@@ -31,6 +31,7 @@ from stepahead.scheduler.core.request import (
     RequestStatus,
 )
 from stepahead.scheduler.core.token_backlog import TokenBacklog
+from stepahead.scheduler.core.window_table import WindowTable
 
 
 class Sequence:
@@ -167,6 +168,7 @@ class Stay:
         "feed_limit",
         "incarnation",
         "lane_id",
+        "num_blocks",
         "num_cached_blocks",
         "num_published_blocks",
         "pending_keys",
@@ -174,6 +176,7 @@ class Stay:
         "rewinding",
         "sequence",
         "slot",
+        "windows",
     )
 
     def __init__(  # noqa: PLR0913 - made in one place, Lane.admit, and every value is a different thing
@@ -185,6 +188,8 @@ class Stay:
         incarnation: Incarnation,
         slot: SlotId,
         block_ids: list[BlockId],
+        windows: list[WindowTable],
+        num_blocks: int,
         block_size: int,
         num_cached_blocks: int,
         num_settled: int,
@@ -195,6 +200,11 @@ class Stay:
         self.incarnation = incarnation
         self.slot = slot
         self.block_ids = block_ids
+        """The table of the layers that see everything; empty if there are none."""
+        self.windows = windows
+        """A table per window group; while a prompt is fed they may be shorter than `num_blocks`."""
+        self.num_blocks = num_blocks
+        """Entries of its block tables."""
         self.block_size = block_size
         self.feed_limit = sequence.max_total_tokens - 1
         """Exclusive bound of positions ever fed: the last output is never fed, so a predictable end costs no
@@ -229,8 +239,8 @@ class Stay:
 
     @property
     def capacity(self) -> int:
-        """Positions the block table covers."""
-        return len(self.block_ids) * self.block_size
+        """Positions the block tables are meant to cover."""
+        return self.num_blocks * self.block_size
 
     @property
     def num_dispatched(self) -> int:

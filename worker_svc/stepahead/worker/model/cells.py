@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import GroupLayout
 from stepahead.worker.runner import LAST_SAMPLE, NO_POSITION, StepBatch
 
 
@@ -22,6 +23,8 @@ class ResolvedStep:
     seq_lens: NDArray[np.int32]  # [num_kept_rows]
     block_tables: NDArray[np.int32]  # [num_kept_rows, width]
     hole_rows: frozenset[int]
+    more_groups: tuple[GroupLayout, ...] = ()
+    """Of the KV groups 1 and up; `slot_mapping` and `block_tables` are group 0's."""
 
 
 class SlotCells:
@@ -53,6 +56,7 @@ class SlotCells:
                 seq_lens=batch.seq_lens,
                 block_tables=batch.block_tables,
                 hole_rows=frozenset(),
+                more_groups=batch.more_groups,
             )
         row_of_token = np.repeat(np.arange(batch.num_rows), counts)
         holes = np.zeros(batch.num_rows, dtype=np.bool_)
@@ -69,6 +73,9 @@ class SlotCells:
             seq_lens=batch.seq_lens[rows],
             block_tables=batch.block_tables[rows],
             hole_rows=frozenset(np.flatnonzero(holes).tolist()),
+            more_groups=tuple(
+                GroupLayout(each.slot_mapping[kept_tokens], each.block_tables[rows]) for each in batch.more_groups
+            ),
         )
 
     def store(self, slots: NDArray[np.int32], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:

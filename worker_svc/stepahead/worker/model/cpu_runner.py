@@ -78,6 +78,7 @@ class CpuRunner(HostRunner):
                 weight_bytes=engine.weight_bytes,
                 kv_bytes_per_token=engine.kv_bytes_per_token,
                 device="cpu",
+                layer_windows=tuple(layer.window or 0 for layer in config.layers),
                 tokenizer_bundle=checkpoint.tokenizer_bundle(),
             )
         _log.info(
@@ -124,6 +125,7 @@ class CpuRunner(HostRunner):
             query_start_loc=step.query_start_loc,
             seq_lens=step.seq_lens,
             block_tables=step.block_tables,
+            more_groups=step.more_groups,
         )
         last_tokens = step.query_start_loc[choice_rows + 1].astype(np.int64) - 1
         if not len(prompt_tokens):

@@ -175,6 +175,7 @@ class NativeEngine:
                 block_size=shape.block_size,
                 max_tokens=max(shape.max_num_batched_tokens, shape.max_num_seqs),
                 max_positions=shape.max_model_len,
+                groups=shape.layer_groups,
             )
         except MemoryError as error:
             raise ModelError(str(error)) from error

@@ -42,7 +42,7 @@ class TorchEngine:
     def allocate(self, shape: CacheShape) -> None:
         """See `StepEngine.allocate`."""
         with torch.inference_mode():
-            self.ops.allocate_cache(shape.num_blocks, shape.block_size, shape.max_model_len)
+            self.ops.allocate_cache(shape.num_blocks, shape.block_size, shape.max_model_len, shape.layer_groups)
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """See `StepEngine.change_blocks`."""

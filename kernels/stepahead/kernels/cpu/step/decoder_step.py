@@ -22,12 +22,14 @@ from stepahead.kernels.cpu.step.library import (
     TensorKind,
     step_library,
 )
+from stepahead.kernels.cpu.step.step_cache import StepCache, check_range, check_step, step_arrays, step_cache
 from stepahead.kernels.cpu.step.step_shape import StepShape, check_shape, library_dims, tensor_shape
 from stepahead.kernels.reference.rope import rope_tables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from stepahead.kernels.block_tables import LayerGroups
     from stepahead.kernels.ops import StepLayout
 
 MAX_THREADS = 256
@@ -85,7 +87,7 @@ class DecoderStep:
             raise ValueError(f"isa: this CPU does not run {isa.name}")
         self._shape = shape
         self._dtype = dtype
-        self._tables: CacheDims | None = None
+        self._cache: StepCache | None = None
         self._cache_bytes = 0
         self._num_threads = num_threads
         self._cycles: NDArray[np.uint64] | None = None  # the library writes to it
@@ -141,37 +143,43 @@ class DecoderStep:
         if not 0 <= expert < num_experts:
             raise ValueError(f"{kind.name} of layer {layer}: expert {expert} is outside 0..{num_experts - 1}")
 
-    def allocate(self, *, num_blocks: int, block_size: int, max_tokens: int, max_positions: int) -> int:
+    def allocate(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_tokens: int,
+        max_positions: int,
+        groups: LayerGroups | None = None,
+    ) -> int:
         """Allocates KV cache and activations, every byte of the cache written; returns the cache's bytes.
 
         A block takes whole tiles of 16 tokens: a block size that is no multiple of 16 wastes the rest.
 
         Args:
-            num_blocks: blocks a step may name.
+            num_blocks: blocks a step may name (of group 0).
             block_size: kv_slots per block.
             max_tokens: tokens a step may feed.
             max_positions: positions stay below this.
+            groups: None: all layers are group 0.
 
         Raises:
-            ValueError: an argument is not positive, or the cache exists already.
+            ValueError: an argument is not positive, layers and groups do not fit, or the cache exists already.
             MemoryError: no memory.
         """
         self._check_open()
-        if self._tables is not None:
+        if self._cache is not None:
             raise ValueError("the cache is allocated already")
-        for name, value in (
-            ("num_blocks", num_blocks),
-            ("block_size", block_size),
-            ("max_tokens", max_tokens),
-            ("max_positions", max_positions),
-        ):
-            if not 0 < value < 2**31:
-                raise ValueError(f"{name} must be positive, not {value}")
+        cache = step_cache(self._shape, num_blocks, block_size, max_tokens, max_positions, groups)
         tables = [rope_tables(rope, max_positions) for rope in self._shape.ropes]
         # a model in which no layer turns has none
         cos, sin = (np.ascontiguousarray([table[part] for table in tables], np.float32) for part in range(2))
+        blocks = np.array(cache.group_blocks, np.int64)
+        of_layer = np.array(cache.of_layer, np.int32)
         dims = CacheDims(
-            num_blocks=num_blocks,
+            num_blocks=blocks.ctypes.data,
+            groups=of_layer.ctypes.data,
+            num_groups=len(blocks),
             block_size=block_size,
             max_tokens=max_tokens,
             max_positions=max_positions,
@@ -180,18 +188,17 @@ class DecoderStep:
         )
         num_bytes = int(self._library.step_allocate(self._handle, ctypes.byref(dims)))
         if num_bytes < 0:
-            raise MemoryError(f"a KV cache of {num_blocks} blocks of {block_size} tokens does not fit")
-        self._tables = dims
+            raise MemoryError(f"a KV cache of {cache.group_blocks} blocks of {block_size} tokens does not fit")
+        self._cache = cache
         self._cache_bytes = num_bytes
         return num_bytes
 
     def cache_memory(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """Returns keys and values where they lie, for tests: [num_layers, num_blocks, elements of a block].
 
-        Of uint16 (the bits of a bfloat16) or float32. Valid until `close`.
+        Of uint16 (the bits of a bfloat16) or float32. Valid until `close`. Of a model of one group only.
         """
-        cache, shape = self._allocated, self._shape
-        rows = shape.num_layers, cache.num_blocks
+        rows = self._shape.num_layers, self._only_group
         element = ctypes.c_uint16 if self._dtype == torch.bfloat16 else ctypes.c_float
         num_elements = self._cache_bytes // 2 // ctypes.sizeof(element)
         views: list[NDArray[Any]] = []
@@ -205,14 +212,14 @@ class DecoderStep:
         """Copies blocks (source, destination), sources read before the first write, then zeroes blocks.
 
         Raises:
-            ValueError: a block does not exist.
+            ValueError: a block does not exist, or there are several groups.
             MemoryError: no memory to hold the sources.
         """
-        num_blocks = self._allocated.num_blocks
+        num_blocks = self._only_group
         pairs = np.asarray(copies, dtype=np.int64).reshape(-1, 2)
         blocks = np.asarray(zeroed, dtype=np.int64)
-        _check_range("copies", pairs, num_blocks)
-        _check_range("zeroed", blocks, num_blocks)
+        check_range("copies", pairs, num_blocks)
+        check_range("zeroed", blocks, num_blocks)
         if self._library.step_change_blocks(
             self._handle, pairs.ctypes.data, len(pairs), blocks.ctypes.data, len(blocks)
         ):
@@ -240,8 +247,8 @@ class DecoderStep:
                 written then.
         """
         cache = self._allocated
-        inputs = _step_arrays(token_ids, layout, logit_tokens)
-        _check_step(inputs, self._shape.vocab_size, cache)
+        inputs = step_arrays(token_ids, layout, logit_tokens)
+        check_step(inputs, self._shape.vocab_size, cache)
         num_logits = len(logit_tokens)
         if logits is None:
             logits = np.empty((num_logits, self._shape.vocab_size), np.float32)
@@ -259,7 +266,7 @@ class DecoderStep:
         batch = Batch(
             num_rows=len(inputs["seq_lens"]),
             num_tokens=len(token_ids),
-            table_width=inputs["block_tables"].shape[1],
+            table_width=inputs["block_tables"].shape[2],
             num_logits=num_logits,
             logits=outputs.logits.ctypes.data,
             best_ids=outputs.best_ids.ctypes.data,
@@ -294,65 +301,20 @@ class DecoderStep:
         return int(self._library.step_probe(self._handle, int(kind), amount))
 
     @property
-    def _allocated(self) -> CacheDims:
+    def _allocated(self) -> StepCache:
         self._check_open()
-        if self._tables is None:
+        if self._cache is None:
             raise ValueError("allocate comes before the first step")
-        return self._tables
+        return self._cache
+
+    @property
+    def _only_group(self) -> int:
+        """Blocks of the one group that all layers are."""
+        num_blocks, *others = self._allocated.group_blocks
+        if others:
+            raise ValueError(f"the layers are {1 + len(others)} groups")
+        return num_blocks
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise ValueError("the step is closed")
-
-
-def _step_arrays(
-    token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
-) -> dict[str, NDArray[Any]]:
-    """Returns the inputs by their names in abi.h: contiguous, of the right dtypes."""
-    return {
-        "token_ids": np.ascontiguousarray(token_ids, np.int64),
-        "positions": np.ascontiguousarray(layout.positions, np.int64),
-        "slot_mapping": np.ascontiguousarray(layout.slot_mapping, np.int64),
-        "query_start_loc": np.ascontiguousarray(layout.query_start_loc, np.int32),
-        "seq_lens": np.ascontiguousarray(layout.seq_lens, np.int32),
-        "block_tables": np.ascontiguousarray(layout.block_tables, np.int32),
-        "logit_tokens": np.ascontiguousarray(logit_tokens, np.int64),
-    }
-
-
-def _check_range(name: str, values: NDArray[Any], end: int) -> None:
-    if values.size and (values.min() < 0 or values.max() >= end):
-        wrong = values[(values < 0) | (values >= end)]
-        raise ValueError(f"{name}: {int(wrong.flat[0])} is outside 0..{end - 1}")
-
-
-def _check_step(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: CacheDims) -> None:
-    """Raises ValueError unless compiled code can run the step without reading or writing anything else."""
-    starts, lens, tables = inputs["query_start_loc"], inputs["seq_lens"], inputs["block_tables"]
-    num_tokens, num_rows = len(inputs["token_ids"]), len(lens)
-    if not 0 < num_tokens <= cache.max_tokens:
-        raise ValueError(f"token_ids: {num_tokens} tokens; a step feeds 1..{cache.max_tokens}")
-    if len(inputs["logit_tokens"]) > cache.max_tokens:
-        raise ValueError(f"logit_tokens: {len(inputs['logit_tokens'])} are more than {cache.max_tokens}")
-    for name in ("positions", "slot_mapping"):
-        if inputs[name].shape != (num_tokens,):
-            raise ValueError(f"{name} has shape {inputs[name].shape}, must be ({num_tokens},)")
-    if starts.shape != (num_rows + 1,) or tables.ndim != 2 or len(tables) != num_rows:
-        raise ValueError(
-            f"query_start_loc {starts.shape} and block_tables {tables.shape} do not fit {num_rows} seq_lens"
-        )
-    counts = np.diff(starts)
-    if starts[0] != 0 or starts[-1] != num_tokens or counts.min() < 1:
-        raise ValueError(f"query_start_loc must rise from 0 to {num_tokens}, not {starts.tolist()}")
-    _check_range("token_ids", inputs["token_ids"], vocab_size)
-    _check_range("slot_mapping", inputs["slot_mapping"], cache.num_blocks * cache.block_size)
-    _check_range("logit_tokens", inputs["logit_tokens"], num_tokens)
-    _check_range("seq_lens", lens, cache.max_positions + 1)
-    expected = np.arange(num_tokens) + np.repeat(lens - starts[1:], counts)
-    if not np.array_equal(inputs["positions"], expected) or (lens < counts).any():
-        raise ValueError("positions must be consecutive in each row and end at seq_lens - 1")
-    needed = -(-lens // cache.block_size)
-    if needed.max() > tables.shape[1]:
-        raise ValueError(f"block_tables: {tables.shape[1]} columns, a row needs {int(needed.max())}")
-    columns = np.arange(tables.shape[1], dtype=np.int32)
-    _check_range("block_tables", tables[np.less(columns, needed[:, None])], cache.num_blocks)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 
 class InstructionSet(IntEnum):
@@ -120,11 +120,12 @@ class CacheDims(ctypes.Structure):
     """`CacheDims` of abi.h."""
 
     _fields_: ClassVar = [
-        ("num_blocks", ctypes.c_int64),
+        ("num_blocks", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
+        ("num_groups", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
         ("max_tokens", ctypes.c_int32),
         ("max_positions", ctypes.c_int32),
-        ("padding", ctypes.c_int32),
         ("cos", ctypes.c_void_p),
         ("sin", ctypes.c_void_p),
     ]

@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 4
+#define STEP_ABI_VERSION 5
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -82,21 +82,24 @@ struct Dims {
   const LayerDims* layers;         // [num_layers], read by `step_create` only
 };
 
+// Layers that keep the same positions of a sequence form a group: they share blocks and block tables.
 struct CacheDims {
-  int64_t num_blocks;
-  int32_t block_size, max_tokens, max_positions, padding;
+  const int64_t* num_blocks;  // [num_groups], read by `step_allocate` only
+  const int32_t* groups;      // [num_layers], the group of each layer, likewise
+  int32_t num_groups, block_size, max_tokens, max_positions;
   const float *cos, *sin;  // [num_ropes][max_positions][head_dim / 2]
 };
 
-// One step. Tokens of a row are neighbours; positions of a row are consecutive and end at seq_lens - 1.
+// One step. Tokens of a row are neighbours; positions of a row are consecutive and end at seq_lens - 1. Entries of a
+// block table in front of the window of the row's first token are not read.
 struct Batch {
   int32_t num_rows, num_tokens, table_width, num_logits;
   const int64_t* token_ids;        // [num_tokens]
   const int64_t* positions;        // [num_tokens]
-  const int64_t* slot_mapping;     // [num_tokens]
+  const int64_t* slot_mapping;     // [num_groups][num_tokens]
   const int32_t* query_start_loc;  // [num_rows + 1]
   const int32_t* seq_lens;         // [num_rows]
-  const int32_t* block_tables;     // [num_rows][table_width]
+  const int32_t* block_tables;     // [num_groups][num_rows][table_width]
   const int64_t* logit_tokens;     // [num_logits], indexes of tokens
   float* logits;                   // [num_logits][vocab_size]
   int64_t* best_ids;               // [num_logits], the lowest id of the largest logit

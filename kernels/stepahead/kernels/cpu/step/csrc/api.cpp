@@ -184,7 +184,15 @@ STEP_EXPORT int64_t step_allocate(void* handle, const CacheDims* dims) {
   Model& m = *static_cast<Model*>(handle);
   m.cache = *dims;
   m.tiles_per_block = (dims->block_size + TILE_TOKENS - 1) / TILE_TOKENS;
-  const int64_t tiles = int64_t(m.dims.num_layers) * dims->num_blocks * m.dims.num_kv_heads * m.tiles_per_block;
+  int64_t num_blocks = 0;
+  for (int layer = 0; layer < m.dims.num_layers; layer++) {
+    m.layers[layer].group = dims->groups[layer];
+    m.layers[layer].first_block = num_blocks;
+    num_blocks += dims->num_blocks[dims->groups[layer]];
+  }
+  m.cache.num_blocks = nullptr;  // the caller's
+  m.cache.groups = nullptr;
+  const int64_t tiles = num_blocks * m.dims.num_kv_heads * m.tiles_per_block;
   const int64_t bytes = tiles * m.tile_elements * m.kernels->weight_bytes;
   m.keys = allocate(m, bytes);
   m.values = allocate(m, bytes);
@@ -209,7 +217,8 @@ STEP_EXPORT void* step_cache_memory(void* handle, int32_t part) {
   return part ? m.values : m.keys;
 }
 
-// Copies blocks (source, destination), all sources read before the first write, then zeroes blocks; in all layers.
+// Copies blocks (source, destination), all sources read before the first write, then zeroes blocks; in all layers,
+// which must be one group.
 STEP_EXPORT int step_change_blocks(void* handle, const int64_t* copies, int64_t num_copies, const int64_t* zeroed,
                                    int64_t num_zeroed) {
   Model& m = *static_cast<Model*>(handle);

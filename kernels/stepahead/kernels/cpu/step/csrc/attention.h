@@ -56,7 +56,8 @@ template <class P>
 Part<P> find_part(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task,
                   int64_t begin_tile, int64_t num_tiles) {
   using Weight = typename P::Weight;
-  const int32_t* table = batch.block_tables + static_cast<int64_t>(task.row) * batch.table_width;
+  const int64_t row = m.layers[layer].group * batch.num_rows + task.row;
+  const int32_t* table = batch.block_tables + row * batch.table_width;
   Part<P> part;
   const int64_t rest = num_tiles - begin_tile, room_in_part = step::PART_TILES - begin_tile % step::PART_TILES;
   part.num_tiles = static_cast<int>(rest < room_in_part ? rest : room_in_part);

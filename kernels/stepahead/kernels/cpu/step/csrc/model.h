@@ -65,6 +65,7 @@ struct Layer {
   float *post_attention_norm, *post_mlp_norm;  // [padded_hidden] or null
   int64_t window;                              // 0: all
   int rope;                                    // -1: none
+  int64_t group, first_block;                  // of the KV cache: which tables, and where its blocks begin
 };
 
 // One (row, KV head, run of query rows) of attention.
@@ -127,7 +128,7 @@ struct Model {
 
 // Element offset of a block's first tile, in `keys` or `values`.
 static inline int64_t block_offset(const Model& model, int layer, int64_t block, int64_t kv_head) {
-  const int64_t blocks = layer * model.cache.num_blocks + block;
+  const int64_t blocks = model.layers[layer].first_block + block;
   return (blocks * model.dims.num_kv_heads + kv_head) * model.tiles_per_block * model.tile_elements;
 }
 

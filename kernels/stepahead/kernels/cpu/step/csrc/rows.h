@@ -118,7 +118,7 @@ void place_token(step::Model& m, const step::Batch& batch, int layer, int64_t to
   for (int64_t kv_head = 0; kv_head < m.dims.num_kv_heads; kv_head++) {
     float* key = row + m.query_columns + kv_head * size;
     turn_head<P>(m, key, weights.key_norm, cos, sin, 1.0f);
-    store_kv<P>(m, layer, batch.slot_mapping[token], kv_head, key, key + m.kv_columns,
+    store_kv<P>(m, layer, batch.slot_mapping[weights.group * batch.num_tokens + token], kv_head, key, key + m.kv_columns,
                 reinterpret_cast<typename P::Weight*>(scratch));
   }
 }
