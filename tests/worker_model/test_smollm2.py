@@ -12,8 +12,8 @@ import torch
 
 from stepahead.worker.model.registry import make_runner
 from tests.worker_model.driver import Driver
+from tests.worker_model.perplexity import GGUF_ENV, read_gguf_with_transformers
 
-GGUF_ENV = "STEPAHEAD_TEST_SMOLLM2"
 NUM_OUTPUTS = 64
 
 pytestmark = [
@@ -56,18 +56,7 @@ def path():
 
 @pytest.fixture(scope="module")
 def original(path):
-    """The model as `transformers` reads the file: its configuration, its names, its dequantised tensors."""
-    # Not from_pretrained: for GGUF files that needs the accelerate package.
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    config = LlamaConfig(**load_gguf_checkpoint(str(path))["config"])
-    model = LlamaForCausalLM(config).eval()
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return model
+    return read_gguf_with_transformers(path)
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ class CpuRunner(HostRunner):
         step = self._logits
         if len(choices) < len(step.logits):
             step = step.rows(choices)
-        return sample_logits(step.logits, sampling, step.largest)
+        return sample_logits(step.logits, sampling, step.largest, self._model[1].draw_rows)
 
     @override
     def _describe_choices(

@@ -10,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable
-from stepahead.kernels.cpu.step.decoder_step import DecoderStep
+from stepahead.kernels.cpu.step.decoder_step import DecoderStep, DrawColumns
 from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
 from stepahead.kernels.cpu.step.step_shape import MixtureShape, StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, layer_norms
-from stepahead.worker.model.sampler import LargestLogits
+from stepahead.worker.model.sampler import DrawRows, LargestLogits
 from stepahead.worker.model.step_engine import StepLogits
 from stepahead.worker.model.tensor_reader import TensorReader
 from stepahead.worker.model.weights import WeightSource
-from stepahead.worker.runner import CacheShape
+from stepahead.worker.runner import CacheShape, SamplingColumns
 
 _ATTENTION = {
     TensorKind.QUERY: "q_proj",
@@ -166,6 +166,30 @@ class NativeEngine:
         padded_head = -(-config.head_dim // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
         self.weight_bytes = reader.num_parameters * dtype.itemsize
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * padded_head * dtype.itemsize
+
+    @property
+    def draw_rows(self) -> DrawRows:
+        """See `StepEngine.draw_rows`."""
+        return self._draw
+
+    def _draw(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        largest: NDArray[np.float32],
+        sampling: SamplingColumns,
+        uniform: NDArray[np.float64],
+    ) -> NDArray[np.int64]:
+        columns = DrawColumns(
+            rows=rows,
+            largest=largest[rows],
+            temperature=sampling.temperature[rows],
+            top_p=sampling.top_p[rows],
+            top_k=sampling.top_k[rows],
+            min_p=sampling.min_p[rows],
+            uniform=uniform[rows],
+        )
+        return self.step.draw(logits, columns)
 
     def allocate(self, shape: CacheShape) -> None:
         """See `StepEngine.allocate`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,26 @@ def find_largest(logits: NDArray[np.float32]) -> LargestLogits:
     return LargestLogits(ids, logits[np.arange(len(ids)), ids])
 
 
+class DrawRows(Protocol):
+    """Draws a token for each of some rows that nothing restricts and whose largest logit is finite."""
+
+    def __call__(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        largest: NDArray[np.float32],
+        sampling: SamplingColumns,
+        uniform: NDArray[np.float64],
+    ) -> NDArray[np.int64]:
+        """Returns [len(rows)] token ids; all but `rows` is by row of the logits."""
+        ...
+
+
 def sample_logits(
-    logits: NDArray[np.float32], sampling: SamplingColumns, largest: LargestLogits | None = None
+    logits: NDArray[np.float32],
+    sampling: SamplingColumns,
+    largest: LargestLogits | None = None,
+    draw: DrawRows | None = None,
 ) -> StepSamples:
     """Samples every row.
 
@@ -48,6 +66,7 @@ def sample_logits(
         logits: [num_samples, vocab_size] float32, contiguous.
         sampling: the rows' parameters.
         largest: of the logits, if somebody found it already.
+        draw: draws many rows at once, if somebody can.
 
     Returns:
         Tokens and statuses, see `reference.sampling` for the order of operations.
@@ -55,10 +74,11 @@ def sample_logits(
     num_samples = len(sampling)
     token_ids = np.zeros(num_samples, dtype=np.int64)
     status = np.full(num_samples, SampleStatus.OK, dtype=np.uint8)
-    plain = sampling.temperature < GREEDY_BELOW
+    free = np.ones(num_samples, np.bool_)
     for restrictions in (sampling.suppressed, sampling.masks, sampling.rule_states):
         if restrictions:
-            plain &= np.fromiter((entry is None for entry in restrictions), np.bool_, num_samples)
+            free &= np.fromiter((entry is None for entry in restrictions), np.bool_, num_samples)
+    plain = free & (sampling.temperature < GREEDY_BELOW)
     rows = np.flatnonzero(plain)
     if len(rows):
         if largest is None:
@@ -69,10 +89,23 @@ def sample_logits(
         status[rows[~np.isfinite(best.values)]] = SampleStatus.NON_FINITE
     if len(rows) < num_samples:
         draws = uniform_draws(sampling)
-        for row in np.flatnonzero(~plain).tolist():
+        drawn = np.zeros(num_samples, np.bool_)
+        if draw is not None and largest is not None:
+            drawn = free & ~plain & np.isfinite(largest.values) & ~_described_processed(sampling)
+            together = np.flatnonzero(drawn)
+            if len(together):
+                token_ids[together] = draw(logits, together, largest.values, sampling, draws)
+        for row in np.flatnonzero(~plain & ~drawn).tolist():
             token, row_status = sample_row(logits[row], row_sampling(sampling, row, float(draws[row])))
             token_ids[row], status[row] = token, int(row_status)
     return StepSamples(token_ids, status)
+
+
+def _described_processed(sampling: SamplingColumns) -> NDArray[np.bool_]:
+    """Rows that ask for PROCESSED log probabilities: those must be of the very masses the row was drawn from."""
+    if sampling.logprobs is None:
+        return np.zeros(len(sampling), np.bool_)
+    return sampling.logprobs.processed
 
 
 def row_sampling(sampling: SamplingColumns, row: int, draw: float) -> RowSampling:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepahead.kernels.ops import StepLayout
-from stepahead.worker.model.sampler import LargestLogits
+from stepahead.worker.model.sampler import DrawRows, LargestLogits
 from stepahead.worker.runner import CacheShape
 
 
@@ -41,6 +41,11 @@ class StepEngine(Protocol):
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes a token takes in the cache, all layers, padding of heads included."""
+        ...
+
+    @property
+    def draw_rows(self) -> DrawRows | None:
+        """Draws many rows at once, if the engine can."""
         ...
 
     def allocate(self, shape: CacheShape) -> None:

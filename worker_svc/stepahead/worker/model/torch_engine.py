@@ -39,6 +39,11 @@ class TorchEngine:
         self.weight_bytes = loader.weight_bytes
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
+    @property
+    def draw_rows(self) -> None:
+        """See `StepEngine.draw_rows`."""
+        return None
+
     def allocate(self, shape: CacheShape) -> None:
         """See `StepEngine.allocate`."""
         with torch.inference_mode():

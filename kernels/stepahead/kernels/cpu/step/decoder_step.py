@@ -16,6 +16,7 @@ import torch
 from stepahead.kernels.cpu.step.library import (
     Batch,
     CacheDims,
+    Draws,
     InstructionSet,
     Phase,
     Probe,
@@ -34,6 +35,15 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 256
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
+_DRAW_DTYPES = {
+    "rows": np.int64,
+    "largest": np.float32,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "top_k": np.int32,
+    "min_p": np.float32,
+    "uniform": np.float64,
+}
 _OF_EXPERTS = (TensorKind.GATE, TensorKind.UP, TensorKind.DOWN)
 _NOT_OF_MIXTURES = (TensorKind.GATE_BIAS, TensorKind.UP_BIAS, TensorKind.DOWN_BIAS)
 
@@ -45,6 +55,24 @@ class StepOutputs:
     logits: NDArray[np.float32]  # [num_logits, vocab_size]
     best_ids: NDArray[np.int64]  # [num_logits], the lowest id of the largest logit
     best_logits: NDArray[np.float32]  # [num_logits], NaN where any logit is NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawColumns:
+    """Parameters of `DecoderStep.draw`, an entry per draw: those of `reference.sampling.RowSampling`."""
+
+    rows: NDArray[np.int64]
+    largest: NDArray[np.float32]
+    """Each row's largest logit, finite."""
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    min_p: NDArray[np.float32]
+    uniform: NDArray[np.float64]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """By name: contiguous, of the library's dtypes."""
+        return {name: np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _DRAW_DTYPES.items()}
 
 
 class DecoderStep:
@@ -275,6 +303,42 @@ class DecoderStep:
         )
         self._library.step_forward(self._handle, ctypes.byref(batch))
         return outputs
+
+    def draw(self, logits: NDArray[np.float32], draws: DrawColumns) -> NDArray[np.int64]:
+        """Draws tokens on the step's threads: `reference.sampling`, steps 7a to 7e.
+
+        Order, ties and sums are the reference's; a mass may differ from NumPy's in its last bit.
+
+        Args:
+            logits: [any, vocab_size] float32, contiguous.
+            draws: which rows, and by what.
+
+        Returns:
+            [num_draws] token ids.
+
+        Raises:
+            ValueError: a column has another length, a row does not exist, or its largest logit is not finite.
+        """
+        if not self._allocated:
+            raise ValueError("allocate comes before the first draw")
+        columns = draws.arrays()
+        num_draws = len(columns["rows"])
+        if logits.ndim != 2 or logits.shape[1] != self._shape.vocab_size or logits.dtype != np.float32:
+            raise ValueError(f"logits must be float32 [any, {self._shape.vocab_size}]")
+        if not logits.flags.c_contiguous or any(column.shape != (num_draws,) for column in columns.values()):
+            raise ValueError("logits must be contiguous, and the columns of draws equally long")
+        _check_range("rows", columns["rows"], len(logits))
+        if not np.isfinite(columns["largest"]).all():
+            raise ValueError("rows without a finite largest logit cannot be drawn from")
+        token_ids = np.empty(num_draws, np.int64)
+        batch = Draws(
+            logits=logits.ctypes.data,
+            token_ids=token_ids.ctypes.data,
+            num_draws=num_draws,
+            **{name: column.ctypes.data for name, column in columns.items()},
+        )
+        self._library.step_draw(self._handle, ctypes.byref(batch))
+        return token_ids
 
     def profile(self) -> NDArray[np.uint64]:
         """Starts to count what steps spend where; costs nothing unless called.

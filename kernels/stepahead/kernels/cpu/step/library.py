@@ -152,6 +152,23 @@ class Batch(ctypes.Structure):
     ]
 
 
+class Draws(ctypes.Structure):
+    """`Draws` of abi.h."""
+
+    _fields_: ClassVar = [
+        ("logits", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("largest", ctypes.c_void_p),
+        ("temperature", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("uniform", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("num_draws", ctypes.c_int64),
+    ]
+
+
 _HANDLE = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_void_p] | None, list[type]]] = {
     "step_abi_version": (ctypes.c_int32, []),
@@ -165,6 +182,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_voi
         ctypes.c_int32,
         [_HANDLE, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
     ),
+    "step_draw": (None, [_HANDLE, ctypes.POINTER(Draws)]),
     "step_profile": (None, [_HANDLE, ctypes.c_void_p]),
     "step_probe": (ctypes.c_int64, [_HANDLE, ctypes.c_int32, ctypes.c_int64]),
     "step_forward": (None, [_HANDLE, ctypes.POINTER(Batch)]),

@@ -106,4 +106,18 @@ struct Batch {
   float* best_logits;              // [num_logits], NaN where any logit is NaN
 };
 
+// Rows to draw a token of, each by its own parameters: `reference.sampling`, steps 7a to 7e.
+struct Draws {
+  const float* logits;       // [any][vocab_size]
+  const int64_t* rows;       // [num_draws], rows of logits
+  const float* largest;      // [num_draws], each row's largest logit, finite
+  const float* temperature;  // [num_draws], 1e-5 or more
+  const float* top_p;        // [num_draws]
+  const int32_t* top_k;      // [num_draws]
+  const float* min_p;        // [num_draws]
+  const double* uniform;     // [num_draws]
+  int64_t* token_ids;        // [num_draws], written
+  int64_t num_draws;
+};
+
 }  // namespace step

@@ -103,10 +103,12 @@ static bool allocate_activations(Model& m) {
   if (m.dims.num_experts && !allocate_routing(m)) return false;
   m.scratch = allocate(m, m.scratch_bytes * m.dims.num_threads);
   m.tasks = reinterpret_cast<AttentionTask*>(allocate(m, m.max_tasks * sizeof(AttentionTask)));
+  m.draw_bytes = round_up(m.dims.vocab_size, DRAW_TILE) * DRAW_BYTES_PER_ID;
+  m.draw_scratch = allocate(m, m.draw_bytes * m.dims.num_threads);
   m.best_logits = reinterpret_cast<float*>(allocate(m, tokens * m.dims.num_threads * sizeof(float)));
   m.best_ids = reinterpret_cast<int64_t*>(allocate(m, tokens * m.dims.num_threads * sizeof(int64_t)));
   return m.residual && m.qkv && m.normed && m.queries && m.attended && m.inner && m.scratch && m.tasks &&
-         m.best_logits && m.best_ids && (m.branch || !m.dims.post_norms);
+         m.draw_scratch && m.best_logits && m.best_ids && (m.branch || !m.dims.post_norms);
 }
 
 static void make_tasks(Model& m, const Batch& batch) {
@@ -130,6 +132,19 @@ struct ForwardJob {
 static void forward_job(void* argument, int thread) {
   const ForwardJob& job = *static_cast<ForwardJob*>(argument);
   job.model->kernels->forward(*job.model, *job.batch, thread);
+}
+
+struct DrawJob {
+  const Model* model;
+  const Draws* draws;
+};
+
+static void draw_job(void* argument, int thread) {
+  const DrawJob& job = *static_cast<DrawJob*>(argument);
+  Pool& pool = *job.model->pool;
+  pool.next_phase(job.draws->num_draws);
+  for (int64_t index = pool.take(thread); index >= 0; index = pool.take(thread))
+    job.model->kernels->draw(*job.model, *job.draws, index, thread);
 }
 
 struct ProbeJob {
@@ -242,6 +257,12 @@ STEP_EXPORT void step_forward(void* handle, const Batch* batch) {
   make_tasks(m, *batch);
   ForwardJob job = {&m, batch};
   m.pool->run(forward_job, &job);
+}
+
+STEP_EXPORT void step_draw(void* handle, const Draws* draws) {
+  Model& m = *static_cast<Model*>(handle);
+  DrawJob job = {&m, draws};
+  m.pool->run(draw_job, &job);
 }
 
 // From now on steps add the cycles of the time stamp counter that each thread spends on each part to `cycles`

@@ -1,6 +1,7 @@
 // The whole step, as every thread runs it: phases with a barrier before each, units shared inside.
 #pragma once
 #include "attention.h"
+#include "draw.h"
 #include "linear.h"
 #include "mixture.h"
 #include "model.h"
@@ -229,7 +230,7 @@ void forward(step::Model& model, const step::Batch& batch, int thread) {
 
 template <class P>
 constexpr step::Kernels kernels_of() {
-  return {P::WIDTH, P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation), forward<P>, probe<P>};
+  return {P::WIDTH, P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation), forward<P>, draw<P>, probe<P>};
 }
 
 }  // namespace

@@ -29,6 +29,9 @@ static constexpr int PART_TILES = 8;    // KV tiles that share one maximum; part
 static constexpr int PART_KEYS = PART_TILES * TILE_TOKENS;
 static constexpr int TASK_QUERIES = 48;  // query rows (token x head of a group) of an attention task
 
+static constexpr int DRAW_TILE = 256;  // ids whose masses are summed first, as `reference.sampling` does
+static constexpr int DRAW_BYTES_PER_ID = 4 + 12 + 1;  // a mass, a candidate, a share of the tiles' sums
+
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 struct Model;
@@ -40,6 +43,7 @@ struct Kernels {
   int weight_bytes;      // per weight and per KV element
   int activation_bytes;  // per input of a matrix
   void (*forward)(Model& model, const Batch& batch, int thread);
+  void (*draw)(const Model& model, const Draws& draws, int64_t index, int thread);
   void (*probe)(const Model& model, Probe kind, int64_t amount, int thread);
 };
 
@@ -123,6 +127,8 @@ struct Model {
   int64_t num_tasks, max_tasks;
   float* best_logits;  // [num_threads][max_tokens]
   int64_t* best_ids;
+  char* draw_scratch;  // [num_threads][draw_bytes]
+  int64_t draw_bytes;
   uint64_t* cycles;  // [num_threads][NUM_PHASES], the caller's, or null
 };
 

@@ -53,6 +53,8 @@ struct Avx2 {
   static uint32_t equal(F a, F b) {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)));
   }
+  // x in the lanes where v >= bound, 0 in the others.
+  static F at_least(F v, F bound, F x) { return _mm256_and_ps(_mm256_cmp_ps(v, bound, _CMP_GE_OQ), x); }
   static bool has_nan(F v) { return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0; }
 
   static Left spread(const Activation* p) { return _mm256_broadcast_ss(p); }

@@ -38,6 +38,8 @@ struct Avx512 {
     return _mm512_mask_mov_ps(rest, static_cast<__mmask16>(mask), v);
   }
   static uint32_t equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+  // x in the lanes where v >= bound, 0 in the others.
+  static F at_least(F v, F bound, F x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, bound, _CMP_GE_OQ), x); }
   static bool has_nan(F v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
 
   static F widen(const uint16_t* p) {
