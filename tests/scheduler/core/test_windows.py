@@ -177,6 +177,22 @@ def test_n11_a_newcomer_enters_only_while_its_charge_is_there() -> None:
     assert len(run_to_the_end(driver)) == 3
 
 
+def test_a_newcomer_enters_when_a_chunk_gives_back_what_it_reserved_beyond_its_charge() -> None:
+    """Without a cache nothing else would say that there is room again before the first request ends."""
+    driver = windowed(4, 12, max_num_batched_tokens=16, max_model_len=64)
+    driver.add(1, 40, max_tokens=20)
+    driver.must_plan()
+    driver.add(2, 12, max_tokens=1)
+    driver.must_plan()
+    assert driver.outcome.admitted == ()
+    while not driver.outcome.admitted:
+        commit(driver)
+        driver.plan()
+    assert [event.key for event in driver.outcome.admitted] == [2]
+    assert len(driver.scheduler.sequences) == 2
+    run_to_the_end(driver)
+
+
 def test_e7_a_member_waits_for_what_a_chunk_has_reserved_beyond_its_charge() -> None:
     """A chunk in flight holds more than its charge; the member sits out a step and nobody is preempted."""
     driver = windowed(8, 16, max_model_len=64)

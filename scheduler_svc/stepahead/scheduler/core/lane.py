@@ -197,11 +197,14 @@ class Lane:
             return False
         # Everybody's next border is a block away: the same tick for all of them.
         tick = self.clock.dispatched + self.config.block_size
-        for stay in stays:
-            stay.num_blocks += 1
-            stay.border_tick = tick
-        for stay, block_id in zip(stays, block_ids, strict=bool(block_ids)):
-            stay.block_ids.append(block_id)
+        if self.config.num_blocks:
+            for stay, block_id in zip(stays, block_ids, strict=True):
+                stay.block_ids.append(block_id)
+                stay.border_tick = tick
+        else:
+            for stay in stays:
+                stay.num_window_blocks += 1
+                stay.border_tick = tick
         self.borders.setdefault(tick, {}).update(dict.fromkeys(stays))
         self.new_block_slots += [stay.slot for stay in stays[: len(block_ids)]]
         self.new_blocks += block_ids
@@ -230,18 +233,14 @@ class Lane:
         if self.windows:
             in_windows = self.windows.num_returning([*self.prefilling, *self.decoding])
             if in_windows is not None:
-                return min(in_windows, returning) if self.has_no_block else in_windows
+                others_lack = self.config.num_blocks and not self.blocks.num_available
+                return min(in_windows, returning) if others_lack else in_windows
         return returning
 
     @property
     def block_pools(self) -> list[BlockPool]:
         """The pools of all KV groups, that of the layers that see everything first (it may be empty)."""
         return [self.blocks, *(group.pool for group in self.windows.groups)] if self.windows else [self.blocks]
-
-    @property
-    def has_no_block(self) -> bool:
-        """Whether the layers that see everything have no block to give out."""
-        return bool(self.config.num_blocks) and not self.blocks.num_available
 
     @property
     def rows(self) -> DecodeRows:

@@ -127,6 +127,8 @@ def _choose_chunks(lane: Lane, *, budget: int, max_rows: int, max_described: int
             max_described -= count
         rows.append((stay, count, count == to_feed))
         budget -= count
+    if lane.windows:
+        lane.room_version += lane.windows.take_given_back()
     return rows
 
 

@@ -168,9 +168,9 @@ class Stay:
         "feed_limit",
         "incarnation",
         "lane_id",
-        "num_blocks",
         "num_cached_blocks",
         "num_published_blocks",
+        "num_window_blocks",
         "pending_keys",
         "retired",
         "rewinding",
@@ -202,9 +202,9 @@ class Stay:
         self.block_ids = block_ids
         """The table of the layers that see everything; empty if there are none."""
         self.windows = windows
-        """A table per window group; while a prompt is fed they may be shorter than `num_blocks`."""
-        self.num_blocks = num_blocks
-        """Entries of its block tables."""
+        """A table per window group; while a history is fed they may be shorter than `num_blocks`."""
+        self.num_window_blocks = num_blocks
+        """Where no layer sees everything: entries that the window tables are meant to have."""
         self.block_size = block_size
         self.feed_limit = sequence.max_total_tokens - 1
         """Exclusive bound of positions ever fed: the last output is never fed, so a predictable end costs no
@@ -236,6 +236,11 @@ class Stay:
         self._sat_out: list[int] = []
 
     # ---------------------------------------------------------------------------------------- counters
+
+    @property
+    def num_blocks(self) -> int:
+        """Entries of its block tables, null ones included."""
+        return len(self.block_ids) or self.num_window_blocks
 
     @property
     def capacity(self) -> int:

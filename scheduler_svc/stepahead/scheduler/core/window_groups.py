@@ -70,12 +70,12 @@ class WindowGroup:
             self.pool.quarantine(dropped)
             self.pool.release(dropped)
 
-    def relax(self, table: WindowTable, charge: int) -> None:
-        """Gives back what is reserved beyond the charge and not held."""
-        surplus = table.num_reserved - max(charge, len(table.block_ids))
-        if surplus > 0:
-            table.num_reserved -= surplus
-            self.num_reserved -= surplus
+    def relax(self, table: WindowTable, charge: int) -> int:
+        """Gives back what is reserved beyond the charge and not held; returns how many blocks that is."""
+        surplus = max(0, table.num_reserved - max(charge, len(table.block_ids)))
+        table.num_reserved -= surplus
+        self.num_reserved -= surplus
+        return surplus
 
     def reserve(self, table: WindowTable, end: int) -> None:
         """Reserves for blocks up to the `end`-th, as far as there are any."""
@@ -96,12 +96,18 @@ class WindowGroup:
 class LaneWindows:
     """The window groups of a lane and what they mean for its stays."""
 
-    __slots__ = ("_first_group", "groups")
+    __slots__ = ("_first_group", "_num_given_back", "groups")
 
     def __init__(self, config: LaneConfig, overlap_depth: int) -> None:
         self.groups = [WindowGroup(each, config.block_size, overlap_depth) for each in config.windows]
         self._first_group = 1 if config.num_blocks else 0
         """The number of the first window group on the wire: behind the layers that see everything."""
+        self._num_given_back = 0
+
+    def take_given_back(self) -> int:
+        """Blocks that were reserved and are not any more, since the last call: somebody may find a place now."""
+        given_back, self._num_given_back = self._num_given_back, 0
+        return given_back
 
     def rooms_left(self, num_blocks: int) -> list[tuple[int, int]]:
         """Of each group: blocks that could still be reserved behind a history of `num_blocks`, and all it has."""
@@ -139,7 +145,7 @@ class LaneWindows:
         size = stay.block_size
         for group, table in zip(self.groups, stay.windows, strict=True):
             group.drop(table, stay.num_settled)
-            group.relax(table, group.charge(stay.num_blocks))
+            self._num_given_back += group.relax(table, group.charge(stay.num_blocks))
             if may_reserve:
                 group.reserve(table, -(-(stay.num_dispatched + count) // size))
             count = min(count, (table.num_null + table.num_reserved) * size - stay.num_dispatched)
@@ -171,7 +177,7 @@ class LaneWindows:
         for stay in stays:
             for group, table in zip(self.groups, stay.windows, strict=True):
                 group.drop(table, stay.num_settled)
-                group.relax(table, group.charge(stay.num_blocks))
+                self._num_given_back += group.relax(table, group.charge(stay.num_blocks))
 
     def num_returning(self, running: list[Stay]) -> int | None:
         """Blocks that come back without taking anybody's place, of the group that lacks most; None: none lacks."""
