@@ -42,8 +42,10 @@ def native_instruction_set() -> tuple[InstructionSet | None, str]:
     return (found[0], "") if found else (None, "this CPU has no AVX2")
 
 
-def declined(config: ModelConfig) -> str | None:
-    """Returns what the library does not compute of a model, None if it computes all of it."""
+def declined(config: ModelConfig, num_ranks: int) -> str | None:
+    """Returns what the library does not compute of a model on so many ranks, None if it computes all of it."""
+    if num_ranks > 1:
+        return f"the step library computes on one rank, not on {num_ranks} (tensor parallel)"
     if config.mixture is not None:
         return f"the step library computes no mixtures of experts ({config.model_type})"
     return None
