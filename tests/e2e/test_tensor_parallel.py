@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.processes import Process, run
+from tests.e2e.processes import Process, children, free_port, is_running, run
 from tests.e2e.stack import Answer, eventually, fold, read_events, request, serve_scheduler, serve_worker
 
 pytestmark = pytest.mark.e2e
@@ -23,19 +26,6 @@ def rank_arguments(model: Path, *more: str) -> list[str]:
         *("--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--block-size", "4"),
         *("--num-kv-blocks", "512", "--max-model-len", "256", *more),
     ]
-
-
-def children_of(process: Process) -> list[int]:
-    """Process ids of a worker's other ranks."""
-    pid = process.popen.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def mixed_requests(max_tokens: int) -> list[Any]:
@@ -75,7 +65,7 @@ async def test_two_ranks_answer_as_one_and_end_together(byte_model: Path, tmp_pa
             await eventually(lambda: len(stack.server.engine.links) == 2)
             calls = [(stack.open(message), Answer()) for message in long_messages]
             await asyncio.gather(*(read_events(call, "delta", answer, count=2) for call, answer in calls))
-            (follower,) = children_of(ranks)
+            (follower,) = children(ranks.popen.pid)
             os.kill(follower, signal.SIGKILL)
             assert await ranks.wait() == 70
             await asyncio.gather(*(fold(call, answer) for call, answer in calls))
@@ -92,10 +82,73 @@ async def test_a_rank_that_hangs_is_found_by_the_step_watchdog(byte_model: Path,
         serve_scheduler(ranks.address, lane_wait_s=0.2) as stack,
     ):
         await eventually(lambda: bool(stack.server.engine.links))
-        (follower,) = children_of(ranks)
+        (follower,) = children(ranks.popen.pid)
         os.kill(follower, signal.SIGSTOP)
         answer = await stack.generate([1, 2], 3)
         assert answer.error_info.reason == "WORKER_LOST"
         assert await ranks.wait() == 70
         assert "StepTimeout" in ranks.log
         assert not is_running(follower)
+
+
+def orchestrated(rank: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
+
+
+async def test_ranks_that_an_orchestrator_starts(
+    byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody holds their hands: they find each other, and SIGTERM at rank 0 ends both in order."""
+    port = free_port()
+    for name, value in orchestrated(0, port).items():
+        monkeypatch.setenv(name, value)
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "stepahead.worker", *rank_arguments(byte_model)),
+        env={**os.environ, **orchestrated(1, port)},
+    )
+    try:
+        async with run("worker", *rank_arguments(byte_model), log=tmp_path / "rank-0.log") as ranks:
+            assert children(ranks.popen.pid) == []
+            ranks.send_signal(signal.SIGTERM)
+            assert await ranks.wait() == 0
+            assert await asyncio.wait_for(other.wait(), 20) == 0
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
+
+
+@asynccontextmanager
+async def starting(model: Path, log: Path) -> AsyncIterator[tuple[Process, int]]:
+    """A worker that has not loaded anything, and its other rank."""
+    process = Process("worker", rank_arguments(model), log)
+    try:
+        await eventually(lambda: bool(children(process.popen.pid)))
+        (follower,) = children(process.popen.pid)
+        yield process, follower
+    finally:
+        await process.close()
+
+
+async def test_no_rank_outlives_a_start_that_fails(byte_model: Path, tmp_path: Path) -> None:
+    """Rank 0 is killed, the other one is, or the model has other sizes: one error, and no process is left."""
+    async with starting(byte_model, tmp_path / "killed.log") as (process, follower):
+        await process.kill()
+        await eventually(lambda: not is_running(follower))
+    async with starting(byte_model, tmp_path / "alone.log") as (process, follower):
+        os.kill(follower, signal.SIGKILL)
+        message = (await process.announced("failed"))["message"]
+        assert message == "rank 1 was killed by SIGKILL while the model was loading; see the log above"
+        assert await process.wait() == 1
+    arguments = [*rank_arguments(byte_model), "--tensor-parallel-size", "3"]
+    async with run("worker", *arguments, log=tmp_path / "refused.log", until="failed") as refused:
+        followers = children(refused.popen.pid)
+        assert await refused.wait() == 1
+        assert (
+            "--tensor-parallel-size 3 does not divide num_attention_heads 4 and num_key_value_heads 2"
+            in refused.log
+        )
+        assert "Traceback" not in refused.log
+        assert not any(is_running(follower) for follower in followers)
