@@ -8,8 +8,12 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.ranks.place import LIFELINE, RankPlace, place_from_environment
 
 TORCHRUN = {
-    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "29500",
 }
 
 

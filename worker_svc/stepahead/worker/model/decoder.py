@@ -236,7 +236,7 @@ class Decoder:
         vocab_size = self._config.vocab_size
         parts = self._ranks.gather(logits.float())
         if not parts:
-            return logits.new_empty(0, vocab_size)
+            return logits.new_empty(0, vocab_size, dtype=torch.float32)
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)[:, :vocab_size].contiguous()
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
