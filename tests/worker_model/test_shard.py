@@ -17,6 +17,7 @@ from stepahead.worker.model.config import read_config
 from stepahead.worker.model.torch_engine import TorchEngine
 from stepahead.worker.ranks.communicator import Communicator
 from stepahead.worker.ranks.messages import Allocate, ChangeBlocks, Forward, Stop, pack, unpack
+from stepahead.worker.ranks.place import RankPlace
 from stepahead.worker.ranks.shard import ShardSource, shard_config
 from stepahead.worker.runner import CacheShape
 from tests.worker_model.conftest import VOCAB_SIZE
@@ -159,3 +160,5 @@ def test_messages_survive_the_way_between_ranks():
         np.testing.assert_array_equal(array, expected)
     with pytest.raises(TypeError, match="a float cannot stand in a message"):
         pack(ChangeBlocks((), (0.5,)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="a RankPlace cannot stand in a message"):
+        pack(Allocate(RankPlace(rank=0, size=2, local_size=2, address="", port=0)))  # pyright: ignore[reportArgumentType]

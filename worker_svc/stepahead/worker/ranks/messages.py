@@ -8,8 +8,9 @@ The header is the value with each array replaced by its dtype and shape. Nothing
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,17 @@ class Stop:
 
 Message: TypeAlias = Allocate | ChangeBlocks | Forward | Stop
 
-_TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Allocate, ChangeBlocks, Forward, Stop, CacheShape, StepLayout)
-}
+
+def _dataclasses_in(hint: object) -> Iterator[Any]:
+    """Yields a dataclass, those of its fields, and those that a generic type names."""
+    if is_dataclass(hint):
+        yield hint
+    inner = get_type_hints(hint).values() if is_dataclass(hint) else get_args(hint)
+    for each in inner:
+        yield from _dataclasses_in(each)
+
+
+_TYPES = {kind.__name__: kind for kind in _dataclasses_in(Message)}
 """Every dataclass that may stand in a message."""
 
 
