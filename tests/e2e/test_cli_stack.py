@@ -146,7 +146,7 @@ def test_stop_lets_an_accepted_request_finish(up):
     assert outcome == [0]
 
 
-def test_up_with_two_ranks(byte_model, up):
+def test_up_with_two_ranks(byte_model, up, tmp_path):
     """The banner and the status say it, Ctrl-C leaves nothing."""
     stack = up("--model", str(byte_model), "--dtype", "float32", "--tensor-parallel-size", "2")
     assert "cpu x2, float32" in stack.banner
@@ -161,6 +161,7 @@ def test_up_with_two_ranks(byte_model, up):
     assert stack.stop() == 0
     assert "error" not in stack.stderr
     assert not any(is_running(pid) for pid in [worker, *followers])
+    assert "rank_lost" not in (tmp_path / "worker.log").read_text(), "it was told to end"
 
 
 def test_bad_input_is_refused_by_name_and_the_server_goes_on(up):

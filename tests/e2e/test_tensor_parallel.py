@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from stepahead.worker.ranks.followers import Followers
 from tests.e2e.processes import Process, children, free_port, is_running, run
-from tests.e2e.stack import Answer, eventually, fold, read_events, request, serve_scheduler, serve_worker
+from tests.e2e.stack import BOUND_S, Answer, eventually, fold, read_events, request, serve_scheduler, serve_worker
 
 pytestmark = pytest.mark.e2e
 
@@ -75,49 +76,56 @@ async def test_two_ranks_answer_as_one_and_end_together(byte_model: Path, tmp_pa
         assert "worker_failed" in ranks.log
 
 
-async def test_a_rank_that_hangs_is_found_by_the_step_watchdog(byte_model: Path, tmp_path: Path) -> None:
-    """O4, O5: a stopped follower makes a step too long; the worker ends, and nothing is left of it."""
-    async with (
-        run("worker", *rank_arguments(byte_model, "--max-step", "1"), log=tmp_path / "log") as ranks,
-        serve_scheduler(ranks.address, lane_wait_s=0.2) as stack,
-    ):
-        await eventually(lambda: bool(stack.server.engine.links))
-        (follower,) = children(ranks.popen.pid)
-        os.kill(follower, signal.SIGSTOP)
-        answer = await stack.generate([1, 2], 3)
-        assert answer.error_info.reason == "WORKER_LOST"
-        assert await ranks.wait() == 70
-        assert "StepTimeout" in ranks.log
-        assert not is_running(follower)
-
-
 def orchestrated(rank: int, port: int) -> dict[str, str]:
     """What torchrun would set."""
     numbers = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
 
-async def test_ranks_that_an_orchestrator_starts(
+async def test_a_rank_that_hangs_is_found_by_the_step_watchdog(
     byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody holds their hands: they find each other, and SIGTERM at rank 0 ends both in order."""
-    port = free_port()
+    """O4, O5, with ranks that an orchestrator starts: a stopped one makes a step too long, and rank 0 ends.
+
+    Nobody holds the other one's hand: it ends when it sees that rank 0 is gone.
+    """
+    arguments, port = rank_arguments(byte_model, "--max-step", "1"), free_port()
     for name, value in orchestrated(0, port).items():
         monkeypatch.setenv(name, value)
     other = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "stepahead.worker", *rank_arguments(byte_model)),
-        env={**os.environ, **orchestrated(1, port)},
+        *(sys.executable, "-m", "stepahead.worker", *arguments), env={**os.environ, **orchestrated(1, port)}
     )
     try:
-        async with run("worker", *rank_arguments(byte_model), log=tmp_path / "rank-0.log") as ranks:
+        async with (
+            run("worker", *arguments, log=tmp_path / "log") as ranks,
+            serve_scheduler(ranks.address, lane_wait_s=0.2) as stack,
+        ):
             assert children(ranks.popen.pid) == []
-            ranks.send_signal(signal.SIGTERM)
-            assert await ranks.wait() == 0
-            assert await asyncio.wait_for(other.wait(), 20) == 0
+            await eventually(lambda: bool(stack.server.engine.links))
+            other.send_signal(signal.SIGSTOP)
+            answer = await stack.generate([1, 2], 3)
+            assert answer.error_info.reason == "WORKER_LOST"
+            assert await ranks.wait() == 70
+            assert "StepTimeout" in ranks.log
+            other.send_signal(signal.SIGCONT)
+            assert await asyncio.wait_for(other.wait(), BOUND_S) == 70
     finally:
         if other.returncode is None:
             other.kill()
             await other.wait()
+
+
+async def test_a_rank_that_is_stopped_is_ended_all_the_same() -> None:
+    """It does not even see that rank 0 is gone."""
+    others = set(children(os.getpid()))
+    ranks = Followers(2, ["--model", "none", "--tensor-parallel-size", "2"])
+    place = await ranks.start()
+    assert place.listen_fd is not None
+    os.close(place.listen_fd)
+    (follower,) = set(children(os.getpid())) - others
+    os.kill(follower, signal.SIGSTOP)
+    await ranks.close()
+    assert not is_running(follower)
 
 
 @asynccontextmanager
@@ -133,7 +141,7 @@ async def starting(model: Path, log: Path) -> AsyncIterator[tuple[Process, int]]
 
 
 async def test_no_rank_outlives_a_start_that_fails(byte_model: Path, tmp_path: Path) -> None:
-    """Rank 0 is killed, the other one is, or the model has other sizes: one error, and no process is left."""
+    """Rank 0 is killed, or the other one is: no process is left, and rank 0 says what happened."""
     async with starting(byte_model, tmp_path / "killed.log") as (process, follower):
         await process.kill()
         await eventually(lambda: not is_running(follower))
@@ -142,13 +150,3 @@ async def test_no_rank_outlives_a_start_that_fails(byte_model: Path, tmp_path: P
         message = (await process.announced("failed"))["message"]
         assert message == "rank 1 was killed by SIGKILL while the model was loading; see the log above"
         assert await process.wait() == 1
-    arguments = [*rank_arguments(byte_model), "--tensor-parallel-size", "3"]
-    async with run("worker", *arguments, log=tmp_path / "refused.log", until="failed") as refused:
-        followers = children(refused.popen.pid)
-        assert await refused.wait() == 1
-        assert (
-            "--tensor-parallel-size 3 does not divide num_attention_heads 4 and num_key_value_heads 2"
-            in refused.log
-        )
-        assert "Traceback" not in refused.log
-        assert not any(is_running(follower) for follower in followers)
