@@ -255,6 +255,12 @@ def test_workers_share_the_cores(workers, threads, num_cores, expected):
     assert given == expected
 
 
+def test_ranks_share_the_cores_of_their_worker():
+    options = StackOptions(model="m", workers=2, tensor_parallel_size=2)
+    assert worker_arguments(options, 8)[-4:] == ["--tensor-parallel-size", "2", "--threads", "2"]
+    assert "--threads" not in worker_arguments(StackOptions(model="m", tensor_parallel_size=2), 8)
+
+
 @pytest.mark.parametrize(("overlap", "deeper"), [("off", False), ("2", False), ("3", True)])
 def test_deep_overlap_reaches_the_worker(overlap, deeper):
     options = StackOptions(model="m", overlap=overlap)

@@ -26,7 +26,7 @@ MAIN = """
 import sys
 import stepahead.worker.__main__ as worker
 from tests.worker import fakes
-worker._make_runner = lambda settings: eval(settings.model, vars(fakes))
+worker._make_runner = lambda settings, place: eval(settings.model, vars(fakes))
 worker.main()
 """
 

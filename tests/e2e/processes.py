@@ -24,6 +24,19 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 class Process:
     """`python -m stepahead.SERVICE`, with its announcements and its log."""
 

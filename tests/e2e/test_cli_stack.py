@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from stepahead.cli.lab_generate import CASES
 from stepahead.cli.main import main
 from stepahead.client import Client
+from tests.e2e.processes import children, is_running
 
 pytestmark = pytest.mark.e2e
 
@@ -72,13 +73,12 @@ class Up:
 
     def children(self) -> dict[str, list[int]]:
         """Process ids by service."""
-        pid = self.process.pid
         found: dict[str, list[int]] = {"worker": [], "scheduler": []}
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        for child in children(self.process.pid):
             argv = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
             for service, pids in found.items():
                 if f"stepahead.{service}" in argv:
-                    pids.append(int(child))
+                    pids.append(child)
         return found
 
     def stop(self) -> int:
@@ -144,6 +144,24 @@ def test_stop_lets_an_accepted_request_finish(up):
         stopper.join()
     assert len(completion.token_ids) == 60
     assert outcome == [0]
+
+
+def test_up_with_two_ranks(byte_model, up, tmp_path):
+    """The banner and the status say it, Ctrl-C leaves nothing."""
+    stack = up("--model", str(byte_model), "--dtype", "float32", "--tensor-parallel-size", "2")
+    assert "cpu x2, float32" in stack.banner
+    answer = ask("generate", "ab", "--max-tokens", "4", "--temperature", "0", "--json", "--address", stack.address)
+    assert answer.exit_code == 0, answer.stderr
+    assert len(json.loads(answer.stdout)["token_ids"]) == 4
+    status = json.loads(ask("status", "--json", "--address", stack.address).stdout)
+    assert [worker["device"] for worker in status["workers"]] == ["cpu x2"]
+    (worker,) = stack.children()["worker"]
+    followers = children(worker)
+    assert len(followers) == 1
+    assert stack.stop() == 0
+    assert "error" not in stack.stderr
+    assert not any(is_running(pid) for pid in [worker, *followers])
+    assert "rank_lost" not in (tmp_path / "worker.log").read_text(), "it was told to end"
 
 
 def test_bad_input_is_refused_by_name_and_the_server_goes_on(up):

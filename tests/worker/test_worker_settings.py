@@ -58,6 +58,7 @@ def test_defaults() -> None:
         ("--num-kv-blocks", "STEPAHEAD_NUM_KV_BLOCKS", "12", "num_kv_blocks", 12),
         ("--resume-grace", "STEPAHEAD_RESUME_GRACE", "0.5", "resume_grace_ns", 500_000_000),
         ("--threads", "STEPAHEAD_THREADS", "3", "threads", 3),
+        ("--tensor-parallel-size", "STEPAHEAD_TENSOR_PARALLEL_SIZE", "2", "tensor_parallel_size", 2),
         ("--announce-fd", "STEPAHEAD_ANNOUNCE_FD", "4", "announce_fd", 4),
     ],
 )

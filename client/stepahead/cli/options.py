@@ -105,6 +105,7 @@ class StackArguments(TypedDict):
     block_size: int | None
     num_kv_blocks: int | None
     kv_cache_bytes: str | None
+    tensor_parallel_size: int | None
     threads: int | None
     log_format: str | None
     drain_timeout: float
@@ -240,7 +241,8 @@ def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], 
                 click.option("--block-size", type=int, help="Tokens per KV block."),
                 click.option("--num-kv-blocks", type=int, help="KV blocks per worker."),
                 click.option("--kv-cache-bytes", metavar="SIZE", help="KV cache per worker, such as 2GiB."),
-                click.option("--threads", type=int, help="Threads per worker; several workers share the cores."),
+                click.option("--tensor-parallel-size", type=int, help="Processes per worker that share the model."),
+                click.option("--threads", type=int, help="Threads per process; several share the cores."),
                 click.option("--log-format", type=click.Choice(["console", "json"])),
                 click.option(
                     "--drain-timeout",

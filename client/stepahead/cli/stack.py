@@ -43,6 +43,7 @@ class StackOptions:
     block_size: int | None = None
     num_kv_blocks: int | None = None
     kv_cache_bytes: str | None = None
+    tensor_parallel_size: int | None = None
     threads: int | None = None
     log_format: str | None = None
     drain_timeout: float = 30.0
@@ -99,7 +100,7 @@ def worker_arguments(options: StackOptions, num_cores: int) -> list[str]:
     """The flags of one worker. Workers that share the machine share its cores."""
     threads = options.threads
     if threads is None and options.workers > 1:
-        threads = max(1, num_cores // options.workers)
+        threads = max(1, num_cores // (options.workers * (options.tensor_parallel_size or 1)))
     flags: dict[str, str | int | None] = {
         "--model": options.model,
         "--listen": "127.0.0.1:0",
@@ -110,6 +111,7 @@ def worker_arguments(options: StackOptions, num_cores: int) -> list[str]:
         "--block-size": options.block_size,
         "--num-kv-blocks": options.num_kv_blocks,
         "--kv-cache-bytes": options.kv_cache_bytes,
+        "--tensor-parallel-size": options.tensor_parallel_size,
         "--threads": threads,
         "--log-format": options.log_format,
     }

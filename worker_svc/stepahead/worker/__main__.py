@@ -1,7 +1,9 @@
 """`python -m stepahead.worker`: the composition root of the worker process.
 
 Exit codes: 0 after SIGTERM or SIGINT, 1 if the model cannot be loaded or the address not bound, 2 for wrong
-flags, 70 if the device thread or the host thread failed.
+flags, 70 if the device thread or the host thread failed or a rank was lost.
+
+With --tensor-parallel-size N this is rank 0 and starts the others, or the rank that RANK names (`ranks.place`).
 """
 
 from __future__ import annotations
@@ -19,17 +21,23 @@ import structlog
 import uvloop
 
 from stepahead.worker.announce import Announcer
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, RankLost
 from stepahead.worker.logs import configure_logs
+from stepahead.worker.ranks.followers import Followers
+from stepahead.worker.ranks.lifeline import follow_to_the_end
+from stepahead.worker.ranks.place import place_from_environment
 from stepahead.worker.server import WorkerServer
 from stepahead.worker.settings import settings_from_options, settings_options
 
 if TYPE_CHECKING:
+    from stepahead.worker.ranks.place import RankPlace
     from stepahead.worker.runner import Runner
     from stepahead.worker.settings import WorkerSettings
 
 EXIT_LOAD_FAILED = 1
 EXIT_THREAD_FAILED = 70
+LAST_WORDS_S = 2.0
+"""How long the end of another rank waits for this one to say why."""
 SWITCH_INTERVAL_S = 0.0001
 """How long one thread may keep the interpreter from another. The default of 5 ms is longer than a step."""
 
@@ -46,8 +54,11 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
     settings = settings_from_options(options)
     configure_logs(settings.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    place = _place(settings)
+    if place is not None and place.rank > 0:
+        sys.exit(_follow(settings, place))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        exit_code, threads_ended = runner.run(_serve(settings))
+        exit_code, threads_ended = runner.run(_serve(settings, place))
     if not threads_ended:
         # A thread hangs in a device call: interpreter shutdown could wait for it or crash in it.
         logging.shutdown()
@@ -55,30 +66,66 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
     sys.exit(exit_code)
 
 
-async def _serve(settings: WorkerSettings) -> tuple[int, bool]:
+def _place(settings: WorkerSettings) -> RankPlace | None:
+    """Which rank this process is told to be; None: it is the only one, or it starts the others."""
+    if settings.tensor_parallel_size == 1:
+        return None
+    try:
+        return place_from_environment(settings.tensor_parallel_size, os.environ)
+    except ModelError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _follow(settings: WorkerSettings, place: RankPlace) -> int:
+    """Runs as a rank other than 0; the exit code."""
+    if place.lifeline_fd is not None:
+        follow_to_the_end(place.lifeline_fd)
+    # Ctrl-C in a terminal reaches every rank; rank 0 ends them in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # This is where torch comes in.
+    from stepahead.worker.ranks.follower import run_follower  # noqa: PLC0415
+
+    try:
+        run_follower(settings.model, settings.dtype, settings.threads or _cores_of(place), place)
+    except ModelError as error:
+        log.error("rank_failed_to_start", rank=place.rank, detail=str(error))
+        return EXIT_LOAD_FAILED
+    except RankLost as error:
+        log.error("rank_lost", rank=place.rank, detail=str(error))
+        return EXIT_THREAD_FAILED
+    return 0
+
+
+async def _serve(settings: WorkerSettings, place: RankPlace | None) -> tuple[int, bool]:
     """Runs until a signal or a fault; the exit code, and whether all threads ended."""
+    others = Followers(settings.tensor_parallel_size, _rank_arguments(settings))
+    try:
+        if settings.tensor_parallel_size > 1 and place is None:
+            place = await others.start()  # before gRPC has threads: it complains about forks
+        return await _serve_scheduler(settings, place, others)
+    finally:
+        await others.close()
+
+
+async def _serve_scheduler(
+    settings: WorkerSettings, place: RankPlace | None, others: Followers
+) -> tuple[int, bool]:
+    """Runs as rank 0, or the only one, until a signal or a fault; as `_serve`."""
     announcer = Announcer(settings.announce_fd)
-    server = WorkerServer(settings, lambda: _make_runner(settings), announcer)
+    server = WorkerServer(settings, lambda: _make_runner(settings, place), announcer)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, _on_signal, signal_number, stop)
     stopped = loop.create_task(stop.wait())
+    lost = loop.create_task(others.wait_lost())
     exit_code = 0
     try:
         await server.listen()
-        loading = loop.create_task(server.load())
-        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done():
-            loading.cancel()
-        else:
-            await loading
+        if await _load(server, stopped, lost):
             _calm_collector()
-            failed = loop.create_task(server.wait_failed())
-            await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            exit_code = EXIT_THREAD_FAILED if failed.done() else 0
-            failed.cancel()
-    except ModelError as error:
+            exit_code = await _run(server, stopped, lost)
+    except (ModelError, RankLost) as error:
         announcer.failed(str(error))
         log.error("worker_failed_to_start", detail=str(error))
         exit_code = EXIT_LOAD_FAILED
@@ -87,7 +134,41 @@ async def _serve(settings: WorkerSettings) -> tuple[int, bool]:
         log.exception("worker_failed_to_start")
         exit_code = EXIT_LOAD_FAILED
     stopped.cancel()
+    lost.cancel()
     return exit_code, await server.close()
+
+
+async def _load(server: WorkerServer, stopped: asyncio.Task[bool], lost: asyncio.Task[str]) -> bool:
+    """Loads the model; whether it did before a signal came.
+
+    Raises:
+        ModelError: it cannot be loaded, or a rank ended meanwhile.
+    """
+    loading = asyncio.create_task(server.load())
+    await asyncio.wait({loading, stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done() and not stopped.done():
+        # A rank that could not load has told rank 0 why before it ended: that explains more.
+        await asyncio.wait({loading, stopped}, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done() or isinstance(loading.exception(), RankLost):
+            loading.cancel()
+            raise ModelError(f"{lost.result()} while the model was loading; see the log above")
+    if not loading.done():
+        loading.cancel()
+        return False
+    await loading
+    return True
+
+
+async def _run(server: WorkerServer, stopped: asyncio.Task[bool], lost: asyncio.Task[str]) -> int:
+    """Serves until a signal or a fault; the exit code."""
+    failed = asyncio.create_task(server.wait_failed())
+    await asyncio.wait({failed, stopped, lost}, return_when=asyncio.FIRST_COMPLETED)
+    if lost.done() and not stopped.done():
+        log.error("rank_lost", detail=lost.result())
+        server.fail(RankLost(lost.result()))
+        await failed
+    failed.cancel()
+    return EXIT_THREAD_FAILED if failed.done() else 0
 
 
 def _calm_collector() -> None:
@@ -102,11 +183,29 @@ def _on_signal(signal_number: signal.Signals, stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _make_runner(settings: WorkerSettings) -> Runner:
+def _rank_arguments(settings: WorkerSettings) -> list[str]:
+    """What the other ranks are started with: what decides how they compute, and how they log."""
+    flags = {
+        "--model": settings.model,
+        "--dtype": settings.dtype,
+        "--tensor-parallel-size": settings.tensor_parallel_size,
+        "--log-format": settings.log_format,
+        "--threads": settings.threads,
+    }
+    return [part for name, value in flags.items() if value is not None for part in (name, str(value))]
+
+
+def _cores_of(place: RankPlace) -> int:
+    """This rank's share of the machine's cores."""
+    return max(len(os.sched_getaffinity(0)) // place.local_size, 1)
+
+
+def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:
     # Imported on the device thread: this is where torch comes in.
     from stepahead.worker.model.registry import make_runner  # noqa: PLC0415
 
-    return make_runner(settings.model, dtype=settings.dtype, threads=settings.threads)
+    threads = settings.threads if place is None else settings.threads or _cores_of(place)
+    return make_runner(settings.model, dtype=settings.dtype, threads=threads, place=place)
 
 
 if __name__ == "__main__":

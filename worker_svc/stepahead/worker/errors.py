@@ -3,7 +3,8 @@
 WorkerError
 |- ModelError       a model cannot be loaded; the message says what to do next
 |- PlanInvalid      a plan does not describe a legal step (answered by StepRejected)
-`- SessionRefused   a session cannot be opened or resumed
+|- SessionRefused   a session cannot be opened or resumed
+`- RankLost         a rank of this worker is gone: the process must end
 """
 
 from __future__ import annotations
@@ -39,3 +40,7 @@ class SessionRefused(WorkerError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class RankLost(WorkerError):
+    """A rank of a tensor-parallel worker is gone: no other rank can compute a step, every process must end."""

@@ -229,6 +229,8 @@ class ModelFacts:
     kv_bytes_per_token: int
     """Of all layers together; every layer takes the same."""
     device: str
+    available_bytes: int | None = None
+    """Memory left for a cache after loading; None: what this process could still use."""
     tokenizer_bundle: bytes = field(default=b"", repr=False)
     """Zip archive (tokenizer.json, chat_template.jinja, bundle.json) or empty."""
     layer_windows: tuple[int, ...] = ()
@@ -273,4 +275,13 @@ class PlaysDevice(Protocol):
 
     def tell_ends_by(self, tell_end: Callable[[], object]) -> None:
         """Each later `forward` calls `tell_end` as soon as its device is busy."""
+        ...
+
+
+@runtime_checkable
+class LeadsRanks(Protocol):
+    """A runner that may have other processes compute a part of each step."""
+
+    def end_ranks(self) -> None:
+        """Lets them end, on the device thread. No other call may follow."""
         ...

@@ -24,7 +24,7 @@ from stepahead.worker.cache_sizing import (
 from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError
 from stepahead.worker.executor import Executor
-from stepahead.worker.runner import PlaysDevice
+from stepahead.worker.runner import LeadsRanks, PlaysDevice
 from stepahead.worker.service import LoadedWorker, WorkerServicer
 from stepahead.worker.step_device import StepDevice
 
@@ -77,6 +77,7 @@ class WorkerServer:
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._executor: Executor | None = None
         self._stream: CpuStream | None = None
+        self._runner: Runner | None = None
         self._failed: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.address = ""
 
@@ -128,7 +129,8 @@ class WorkerServer:
             if isinstance(runner, PlaysDevice):
                 runner.tell_ends_by(stream.put_off_ends())
             facts = runner.load(self._announcer.progress)
-            shape = size_cache(settings, facts, available_memory_bytes())
+            available = facts.available_bytes
+            shape = size_cache(settings, facts, available_memory_bytes() if available is None else available)
             runner.allocate(shape)
             loop.call_soon_threadsafe(_succeed, loaded, (runner, facts, shape))
 
@@ -136,6 +138,7 @@ class WorkerServer:
         stream.start()
         stream.submit(load_model)
         runner, facts, shape = await loaded
+        self._runner = runner
         worker_instance_id = secrets.token_hex(8)
         self._executor = Executor(
             StepDevice(runner, stream, hold_events=settings.hold_events, single_step=settings.single_step),
@@ -163,6 +166,11 @@ class WorkerServer:
         """Returns when a thread of the worker has failed: the process must end."""
         await asyncio.shield(self._failed)
 
+    def fail(self, error: Exception) -> None:
+        """Something that the loaded model needs is gone: as if the device thread had failed."""
+        assert self._executor is not None, "load comes first"
+        self._executor.submit(commands.DeviceFailed(error))
+
     async def close(self) -> bool:
         """Takes no more plans, ends streams UNAVAILABLE, stops the threads.
 
@@ -176,6 +184,8 @@ class WorkerServer:
         if self._executor is not None:
             ended = await asyncio.to_thread(self._executor.close, CLOSE_TIMEOUT_S)
         if self._stream is not None:
+            if isinstance(self._runner, LeadsRanks):
+                self._stream.submit(self._runner.end_ranks)
             ended = await asyncio.to_thread(self._stream.close, CLOSE_TIMEOUT_S) and ended
         log.info("worker_closed", threads_ended=ended)
         return ended

@@ -43,6 +43,7 @@ class WorkerSettings:
     log_format: str
     announce_fd: int | None
     single_step: bool = False
+    tensor_parallel_size: int = 1
 
     @property
     def num_slots(self) -> int:
@@ -166,7 +167,19 @@ _OPTIONS = (
         show_default=True,
         help="Largest number of steps a scheduler may dispatch ahead.",
     ),
-    click.option("--threads", type=_POSITIVE, default=None, help="Compute threads; default: the machine's cores."),
+    click.option(
+        "--tensor-parallel-size",
+        type=click.IntRange(1, 1024),
+        default=1,
+        show_default=True,
+        help="Processes that share the model, each with a part of every layer.",
+    ),
+    click.option(
+        "--threads",
+        type=_POSITIVE,
+        default=None,
+        help="Compute threads of each process; default: the machine's cores, shared.",
+    ),
     click.option(
         "--resume-grace",
         type=Seconds(most=3600.0),

@@ -1,7 +1,8 @@
 """`CpuRunner`: a decoder on the CPU, in the compiled step library or in torch.
 
 STEPAHEAD_CPU_KERNELS (read by `registry`) chooses: `auto` is the library where it can be built and the CPU has the
-instructions, otherwise torch, and one log line says why; `native` and `torch` insist.
+instructions, otherwise torch, and one log line says why; `native` and `torch` insist. With several ranks it is always
+torch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -31,7 +34,12 @@ from stepahead.worker.model.native_engine import NativeEngine, native_instructio
 from stepahead.worker.model.sampler import describe_samples, sample_logits
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.model.torch_engine import TorchEngine
+from stepahead.worker.ranks.shard import shard_config
 from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, SamplingColumns, StepSamples
+
+if TYPE_CHECKING:
+    from stepahead.worker.ranks.leader_engine import LeaderEngine
+    from stepahead.worker.ranks.place import RankPlace
 
 _log = structlog.get_logger(__name__)
 
@@ -43,7 +51,14 @@ KERNELS = ("auto", "native", "torch")
 class CpuRunner(HostRunner):
     """Runs a checkpoint on the CPU. Construct it anywhere; call everything else on the device thread only."""
 
-    def __init__(self, spec: str, dtype: str, threads: int | None, kernels: str = "auto") -> None:
+    def __init__(
+        self,
+        spec: str,
+        dtype: str,
+        threads: int | None,
+        kernels: str = "auto",
+        place: RankPlace | None = None,
+    ) -> None:
         """Takes what `registry.make_runner` takes; nothing is read before `load`."""
         super().__init__()
         if dtype not in (*DTYPES, "auto"):
@@ -54,6 +69,8 @@ class CpuRunner(HostRunner):
         self._dtype = dtype
         self._kernels = kernels
         self._threads = threads or len(os.sched_getaffinity(0))
+        self._place = place
+        self._leader: LeaderEngine | None = None
         self._loaded: tuple[ModelConfig, StepEngine] | None = None
         self._logits = StepLogits(_NO_LOGITS)
         # Of prompts that ask, from `_feed` to `_describe_prompt`; `StepEngine.forward` says how much that may be.
@@ -65,7 +82,7 @@ class CpuRunner(HostRunner):
         with closing(open_checkpoint(self._spec)) as checkpoint:
             config = checkpoint.config
             dtype = choose_dtype(self._dtype, config.stored_dtype)
-            engine = self._load_engine(checkpoint, DTYPES[dtype], progress)
+            engine = self._load_engine(checkpoint, dtype, progress)
             self._loaded = config, engine
             facts = ModelFacts(
                 name=checkpoint.name,
@@ -77,7 +94,8 @@ class CpuRunner(HostRunner):
                 dtype=dtype,
                 weight_bytes=engine.weight_bytes,
                 kv_bytes_per_token=engine.kv_bytes_per_token,
-                device="cpu",
+                device="cpu" if self._place is None else f"cpu x{self._place.size}",
+                available_bytes=None if self._leader is None else self._leader.available_bytes,
                 layer_windows=tuple(layer.window or 0 for layer in config.layers),
                 tokenizer_bundle=checkpoint.tokenizer_bundle(),
             )
@@ -91,18 +109,47 @@ class CpuRunner(HostRunner):
         )
         return facts
 
-    def _load_engine(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: ProgressCallback) -> StepEngine:
+    def end_ranks(self) -> None:
+        """See `LeadsRanks.end_ranks`."""
+        if self._leader is not None:
+            self._leader.end()
+
+    def _load_engine(self, checkpoint: Checkpoint, dtype: str, progress: ProgressCallback) -> StepEngine:
         def report(done: int, total: int) -> None:
             progress("weights", done, total)
 
+        config, weights = checkpoint.config, checkpoint.weights
         if self._kernels != "torch":
             isa, reason = native_instruction_set()
+            if missing := declined(1 if self._place is None else self._place.size):
+                isa, reason = None, missing
             if isa is not None:
-                return NativeEngine(checkpoint.config, checkpoint.weights, dtype, isa, self._threads, report)
+                return NativeEngine(config, weights, DTYPES[dtype], isa, self._threads, report)
             if self._kernels == "native":
                 raise ModelError(f"the native CPU kernels are not available: {reason}")
             _log.warning("native_kernels_unavailable", reason=reason, fallback="torch")
-        return TorchEngine(checkpoint.config, checkpoint.weights, dtype, self._threads, report)
+        if self._place is not None:
+            self._leader = self._lead(self._place, checkpoint, dtype, report)
+            return self._leader
+        return TorchEngine(config, weights, DTYPES[dtype], self._threads, report)
+
+    def _lead(
+        self, place: RankPlace, checkpoint: Checkpoint, dtype: str, report: Callable[[int, int], None]
+    ) -> LeaderEngine:
+        """Loads rank 0's shard while the other ranks load theirs."""
+        # Only several ranks need torch.distributed, which not every build of torch has.
+        from stepahead.worker.ranks import leader_engine, rank_group, start_up  # noqa: PLC0415
+
+        config = checkpoint.config
+        shard_config(config, place.size)  # refused before anybody waits for anybody
+        group = rank_group.connect(place, "cpu")
+
+        def load() -> tuple[TorchEngine, str]:
+            engine = TorchEngine(config, checkpoint.weights, DTYPES[dtype], self._threads, report, group)
+            return engine, fingerprint(checkpoint, dtype)
+
+        engine, reports = start_up.load_together(group, place.local_size, load)
+        return leader_engine.LeaderEngine(engine, group, reports)
 
     @override
     def _allocate_cache(self, shape: CacheShape) -> None:

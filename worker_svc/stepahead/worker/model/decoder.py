@@ -4,7 +4,8 @@ embed -> per layer: norm, qkv, [qk-norm], attend, output, [norm] + residual,
                     norm, gate and up, silu or gelu, down (or experts), [norm] + residual
       -> norm, vocabulary head and [soft cap] for the tokens that need logits
 
-What stands in brackets, families have or have not; see `families`.
+What stands in brackets, families have or have not; see `families`. With several ranks, each computes its shard of
+every line; sums over the ranks stand behind embed, output and down, a gather behind the head (`ranks.shard`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.ops import AttentionShape, Ops, PackedLinear, StepLayout
 from stepahead.worker.model.config import ModelConfig, layer_norms
 from stepahead.worker.model.mixture import Mixture, Mlp, apply_mixture
 from stepahead.worker.model.tensor_reader import TensorReader
 from stepahead.worker.model.weights import WeightSource
+from stepahead.worker.ranks.communicator import ALONE, Communicator
+from stepahead.worker.ranks.shard import vocabulary_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Weights of a decoder, packed for a device."""
+    """Weights of a decoder, or of a rank's shard of one, packed for a device."""
 
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    embedding: torch.Tensor  # [vocabulary_rows, hidden_size]
     layers: tuple[Layer, ...]
     final_norm: torch.Tensor
     head: PackedLinear
@@ -63,12 +67,18 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
 
 
 class WeightLoader:
-    """Reads, fuses and packs weights, and counts the bytes read."""
+    """Reads, fuses and packs weights, or one of several ranks' shard of them, and counts the bytes read."""
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, ops: Ops, progress: Callable[[int, int], None]
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        ops: Ops,
+        progress: Callable[[int, int], None],
+        num_ranks: int = 1,
     ) -> None:
         self._config = config
+        self._num_ranks = num_ranks
         self._reader = TensorReader(source, progress)
         self._ops = ops
 
@@ -84,12 +94,13 @@ class WeightLoader:
             ModelError: a tensor is missing or has another shape than the configuration says.
         """
         config = self._config
-        embedding = self._reader.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        table = (vocabulary_rows(config, self._num_ranks), config.hidden_size)
+        embedding = self._reader.read("model.embed_tokens.weight", table)
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         final_norm = self._vector("model.norm.weight", config.hidden_size)
         head = embedding
         if not config.tied_embeddings:
-            head = self._reader.read("lm_head.weight", (config.vocab_size, config.hidden_size))
+            head = self._reader.read("lm_head.weight", table)
         weights = DecoderWeights(
             embedding=embedding.to(self._ops.dtype, copy=True),  # the source's files may go away
             layers=layers,
@@ -167,10 +178,11 @@ class WeightLoader:
 class Decoder:
     """A loaded model: token ids in, logits out. Holds no request state but the KV cache inside `ops`."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, ops: Ops, ranks: Communicator = ALONE) -> None:
         self._config = config
         self._weights = weights
         self._ops = ops
+        self._ranks = ranks
 
     def forward(
         self, token_ids: NDArray[np.int64], layout: StepLayout, logit_tokens: NDArray[np.int64]
@@ -183,11 +195,11 @@ class Decoder:
             logit_tokens: [num_logits] indexes into token_ids.
 
         Returns:
-            [num_logits, vocab_size] float32.
+            [num_logits, vocab_size] float32; on ranks other than 0 no rows.
         """
-        ops, eps = self._ops, self._config.norm_eps
+        ops, ranks, eps = self._ops, self._ranks, self._config.norm_eps
         step = ops.prepare(layout)
-        x = ops.take_rows(self._weights.embedding, token_ids[step.token_order])
+        x = self._embed(token_ids[step.token_order])
         if self._config.embedding_scale != 1:
             # rounded like the embeddings, as transformers does
             x = x * torch.tensor(self._config.embedding_scale, dtype=x.dtype, device=x.device)
@@ -195,18 +207,37 @@ class Decoder:
             qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, eps), layer.qkv)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._normalize_heads(qkv, layer.query_norm, layer.key_norm)
-            attended = ops.linear(ops.attend(index, qkv, step), layer.output)
+            attended = ranks.all_reduce(ops.linear(ops.attend(index, qkv, step), layer.output))
             x = x + self._normed(attended, layer.post_attention_norm)
-            answer = self._mlp(ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp)
+            answer = ranks.all_reduce(self._mlp(ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp))
             x = x + self._normed(answer, layer.post_mlp_norm)
         if not len(logit_tokens):
             return torch.empty(0, self._config.vocab_size)
         place = np.empty_like(step.token_order)
         place[step.token_order] = np.arange(len(place))
         last = ops.take_rows(x, place[logit_tokens])
-        logits = ops.linear(ops.rms_norm(last, self._weights.final_norm, eps), self._weights.head).float()
+        logits = self._gathered(ops.linear(ops.rms_norm(last, self._weights.final_norm, eps), self._weights.head))
         cap = self._config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embed(self, token_ids: NDArray[np.int64]) -> torch.Tensor:
+        """Returns [num_tokens, hidden_size]: each token's embedding, from the rank that holds it."""
+        table = self._weights.embedding
+        if self._ranks.size == 1:
+            return self._ops.take_rows(table, token_ids)
+        rows = token_ids - self._ranks.rank * len(table)
+        elsewhere = (rows < 0) | (rows >= len(table))
+        x = self._ops.take_rows(table, np.where(elsewhere, 0, rows))
+        x[as_tensor(elsewhere).to(x.device)] = 0
+        return self._ranks.all_reduce(x)
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns [num_logits, vocab_size] float32 from each rank's part, on rank 0."""
+        vocab_size = self._config.vocab_size
+        parts = self._ranks.gather(logits.float())
+        if not parts:
+            return logits.new_empty(0, vocab_size, dtype=torch.float32)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)[:, :vocab_size].contiguous()
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else self._ops.rms_norm(x, weight, self._config.norm_eps)

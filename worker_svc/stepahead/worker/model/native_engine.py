@@ -43,6 +43,13 @@ def native_instruction_set() -> tuple[InstructionSet | None, str]:
     return (found[0], "") if found else (None, "this CPU has no AVX2")
 
 
+def declined(num_ranks: int) -> str | None:
+    """Returns why the library does not compute on so many ranks, None if it does."""
+    if num_ranks > 1:
+        return f"the step library computes on one rank, not on {num_ranks} (tensor parallel)"
+    return None
+
+
 def step_shape(config: ModelConfig, dtype: torch.dtype) -> StepShape:
     """Returns what the library needs to know."""
     experts = config.mixture

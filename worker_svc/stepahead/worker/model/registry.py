@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.runner import Runner
 from stepahead.worker.toy.hashed import SleepRunner, TaggedRunner
 from stepahead.worker.toy.lessons import ScoreTableRunner, WindowSumRunner, running_sum_runner
 from stepahead.worker.toy.options import PREFIX, ToySpec, parse_toy_spec
+
+if TYPE_CHECKING:
+    from stepahead.worker.ranks.place import RankPlace
 
 TOYS: dict[str, Callable[[ToySpec], Runner]] = {
     "score-table": ScoreTableRunner,
@@ -24,7 +28,12 @@ KERNELS_ENV = "STEPAHEAD_CPU_KERNELS"
 
 
 def make_runner(
-    spec: str, *, dtype: str = "auto", threads: int | None = None, kernels: str | None = None
+    spec: str,
+    *,
+    dtype: str = "auto",
+    threads: int | None = None,
+    kernels: str | None = None,
+    place: RankPlace | None = None,
 ) -> Runner:
     """Returns a runner for a model; nothing is read or downloaded before its `load`.
 
@@ -33,15 +42,19 @@ def make_runner(
         dtype: "auto", "bfloat16" or "float32"; toys compute in integers whatever it says.
         threads: compute threads; None: one per core this process may use.
         kernels: "auto", "native" or "torch", see `cpu_runner`; None: what STEPAHEAD_CPU_KERNELS says, or "auto".
+        place: of rank 0 among several ranks; None: it is the only one.
 
     Raises:
-        ModelError: a toy or an option that does not exist, or an unknown dtype or kind of kernels.
+        ModelError: a toy or an option that does not exist, an unknown dtype or kind of kernels, or a toy on several
+            ranks.
     """
     if spec.startswith(PREFIX):
+        if place is not None:
+            raise ModelError(f"--tensor-parallel-size {place.size}: a toy model computes on one rank")
         toy = parse_toy_spec(spec)
         if toy.name not in TOYS:
             raise ModelError(f"toy model {toy.name!r} does not exist; there are {', '.join(sorted(TOYS))}")
         return TOYS[toy.name](toy)
     from stepahead.worker.model.cpu_runner import CpuRunner  # noqa: PLC0415 - a toy needs no torch
 
-    return CpuRunner(spec, dtype, threads, kernels or os.environ.get(KERNELS_ENV) or "auto")
+    return CpuRunner(spec, dtype, threads, kernels or os.environ.get(KERNELS_ENV) or "auto", place)

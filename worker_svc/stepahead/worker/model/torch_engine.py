@@ -14,6 +14,8 @@ from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
 from stepahead.worker.model.step_engine import StepLogits
 from stepahead.worker.model.weights import WeightSource
+from stepahead.worker.ranks.communicator import ALONE, Communicator
+from stepahead.worker.ranks.shard import ShardSource, shard_config
 from stepahead.worker.runner import CacheShape
 
 
@@ -29,13 +31,21 @@ class TorchEngine:
         dtype: torch.dtype,
         num_threads: int,
         progress: Callable[[int, int], None],
+        ranks: Communicator = ALONE,
     ) -> None:
-        """Loads the weights; see `WeightLoader.load` for errors."""
+        """Loads the weights, with several ranks this rank's shard of them.
+
+        Raises:
+            ModelError: see `WeightLoader.load` and `shard_config`.
+        """
         torch.set_num_threads(num_threads)
+        if ranks.size > 1:
+            source = ShardSource(source, config, ranks.rank, ranks.size)
+            config = shard_config(config, ranks.size)
         with torch.inference_mode():
             self.ops = CpuOps(attention_shape(config), dtype)
-            loader = WeightLoader(config, source, self.ops, progress)
-            self._decoder = Decoder(config, loader.load(), self.ops)
+            loader = WeightLoader(config, source, self.ops, progress, ranks.size)
+            self._decoder = Decoder(config, loader.load(), self.ops, ranks)
         self.weight_bytes = loader.weight_bytes
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 

@@ -1,0 +1,1 @@
+"""Tensor parallel: the ranks of one worker, each with a shard of every layer."""
