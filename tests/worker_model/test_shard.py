@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
+from stepahead.kernels.block_tables import GroupLayout
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.checkpoint import open_checkpoint
@@ -19,7 +20,7 @@ from stepahead.worker.ranks.communicator import Communicator
 from stepahead.worker.ranks.messages import Allocate, ChangeBlocks, Forward, Stop, pack, unpack
 from stepahead.worker.ranks.place import RankPlace
 from stepahead.worker.ranks.shard import ShardSource, shard_config
-from stepahead.worker.runner import CacheShape
+from stepahead.worker.runner import CacheGroup, CacheShape
 from tests.worker_model.conftest import VOCAB_SIZE
 
 SHAPE = CacheShape(
@@ -147,15 +148,25 @@ def test_a_rank_maps_its_part_and_copies_nothing(tiny):
 
 
 def test_messages_survive_the_way_between_ranks():
-    for message in (Allocate(SHAPE), ChangeBlocks(((1, 2), (3, 4)), (5,)), ChangeBlocks((), ()), Stop()):
+    grouped = replace(SHAPE, more_groups=(CacheGroup(8, 3),), group_of_layer=(0, 1))
+    for message in (
+        Allocate(SHAPE),
+        Allocate(grouped),
+        ChangeBlocks(((1, 2), (3, 4)), (5,)),
+        ChangeBlocks((), ()),
+        Stop(),
+    ):
         assert unpack(pack(message)) == message
-    message = unpack(pack(Forward(TOKENS, LAYOUT, np.zeros(0, np.int64))))
+    window = GroupLayout(np.arange(18), np.array([[-1, 2]], np.int32))
+    message = unpack(pack(Forward(TOKENS, replace(LAYOUT, more_groups=(window,)), np.zeros(0, np.int64))))
     assert isinstance(message, Forward)
     np.testing.assert_array_equal(message.token_ids, TOKENS)
     assert message.logit_tokens.dtype == np.int64
     assert len(message.logit_tokens) == 0
-    for name in StepLayout.__slots__:
-        array, expected = getattr(message.layout, name), getattr(LAYOUT, name)
+    (group,) = message.layout.more_groups
+    arrays = [(getattr(message.layout, each.name), getattr(LAYOUT, each.name)) for each in fields(LAYOUT)]
+    arrays = [*arrays[:-1], (group.slot_mapping, window.slot_mapping), (group.block_tables, window.block_tables)]
+    for array, expected in arrays:
         assert (array.dtype, array.flags.writeable) == (expected.dtype, True)
         np.testing.assert_array_equal(array, expected)
     with pytest.raises(TypeError, match="a float cannot stand in a message"):

@@ -1,8 +1,8 @@
 """`CpuRunner`: a decoder on the CPU, in the compiled step library or in torch.
 
 STEPAHEAD_CPU_KERNELS (read by `registry`) chooses: `auto` is the library where it can be built and the CPU has the
-instructions, otherwise torch, and one log line says why; `native` and `torch` insist. With several ranks it is always
-torch.
+instructions, otherwise torch, and one log line says why; `native` and `torch` insist. With several ranks it is
+always torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.host_runner import HostRunner
-from stepahead.worker.model.native_engine import NativeEngine, native_instruction_set
+from stepahead.worker.model.native_engine import NativeEngine, declined, native_instruction_set
 from stepahead.worker.model.sampler import describe_samples, sample_logits
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.model.torch_engine import TorchEngine

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepahead.kernels.ops import StepLayout
+from stepahead.worker.model.sampler import DrawRows
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.ranks.messages import Allocate, ChangeBlocks, Forward, Stop
 from stepahead.worker.ranks.rank_group import RankGroup
@@ -24,6 +25,11 @@ class LeaderEngine:
         self.kv_bytes_per_token = group.size * shard.kv_bytes_per_token
         # A block takes as much of every rank's memory, so the smallest rank decides.
         self.available_bytes = group.size * min(report.memory_bytes for report in reports)
+
+    @property
+    def draw_rows(self) -> DrawRows | None:
+        """See `StepEngine.draw_rows`; logits are whole on rank 0."""
+        return self._shard.draw_rows
 
     def allocate(self, shape: CacheShape) -> None:
         """See `StepEngine.allocate`."""

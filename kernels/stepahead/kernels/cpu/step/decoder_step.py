@@ -327,7 +327,7 @@ class DecoderStep:
             raise ValueError(f"logits must be float32 [any, {self._shape.vocab_size}]")
         if not logits.flags.c_contiguous or any(column.shape != (num_draws,) for column in columns.values()):
             raise ValueError("logits must be contiguous, and the columns of draws equally long")
-        _check_range("rows", columns["rows"], len(logits))
+        check_range("rows", columns["rows"], len(logits))
         if not np.isfinite(columns["largest"]).all():
             raise ValueError("rows without a finite largest logit cannot be drawn from")
         token_ids = np.empty(num_draws, np.int64)
