@@ -12,6 +12,7 @@ class BenchGroup(LazyGroup):
     """The measurements."""
 
     table: ClassVar = {
+        "frontend": "stepahead.cli.bench_frontend:frontend",
         "overlap": "stepahead.cli.bench_overlap:overlap",
         "scheduler": "stepahead.cli.bench_scheduler:scheduler",
         "traces": "stepahead.cli.bench_scheduler:traces",
