@@ -5,6 +5,7 @@ Every run of a shape feeds and samples exactly the same numbers of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepahead.cli.bench_drive import PlannedRequest, drive
@@ -39,7 +40,7 @@ class LoadResult:
     """Boundaries that said another step was running."""
 
 
-def token_request(token_ids: list[int], output_tokens: int) -> generation_pb2.GenerateRequest:
+def token_request(token_ids: Sequence[int], output_tokens: int) -> generation_pb2.GenerateRequest:
     """A greedy request for exactly `output_tokens` tokens, without text."""
     return generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIdsInput(ids=token_ids),

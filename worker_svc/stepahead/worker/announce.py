@@ -66,6 +66,8 @@ class Announcer:
             dtype=facts.dtype,
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
+            weight_bytes=facts.weight_bytes,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
             kv_cache_bytes=shape.num_blocks * shape.block_size * facts.kv_bytes_per_token,
             max_num_seqs=shape.max_num_seqs,
             max_model_len=shape.max_model_len,
