@@ -9,7 +9,7 @@ import pytest
 
 from stepahead.cli.bench_frontend import Crowd
 from stepahead.cli.bench_load import LoadShape
-from stepahead.cli.bench_processes import cpu_s, process_tree, resident_bytes
+from stepahead.cli.bench_processes import ForeignCpu, cpu_s, machine_busy_s, process_tree, resident_bytes
 from stepahead.cli.bench_server import step_figures
 from stepahead.cli.bench_stats import median_of, percentile, ratios, spread_of
 from stepahead.v1 import operations_pb2
@@ -93,6 +93,16 @@ def test_a_tree_of_processes_has_its_children_and_ends_with_them():
         parent.communicate("")
     assert process_tree(parent.pid) == []
     assert resident_bytes(parent.pid) == 0
+
+
+def test_what_others_use_is_a_share_and_not_ours():
+    foreign = ForeignCpu()
+    before = machine_busy_s()
+    started = os.times()
+    while os.times().user + os.times().system < started.user + started.system + 0.2:
+        sum(range(10_000))
+    assert machine_busy_s() >= before + 0.15
+    assert 0 <= foreign.share() < 1
 
 
 def test_cpu_time_grows_with_work():

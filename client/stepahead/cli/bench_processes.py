@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,37 @@ def resident_bytes(pid: int) -> int:
         except OSError:
             continue
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_busy_s() -> float:
+    """CPU seconds that all cores have been busy since the machine started; what the host took counts as busy.
+
+    0 where there is no /proc.
+    """
+    try:
+        first = (_PROC / "stat").read_text().splitlines()[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class ForeignCpu:
+    """CPU time of everything but this process and its descendants, from its construction on."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def share(self) -> float:
+        """Of all cores' time so far, 0 to 1; a few hundredths either way are the clocks' grain."""
+        at_s, foreign_s = self._now()
+        begun_s, foreign_before_s = self._start
+        cores_s = (at_s - begun_s) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, foreign_s - foreign_before_s) / cores_s) if cores_s else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), machine_busy_s() - cpu_s(os.getpid())
 
 
 class ResourceWatch:

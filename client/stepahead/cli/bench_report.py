@@ -28,6 +28,7 @@ _COLUMNS: tuple[tuple[str, _Value, str, float], ...] = (
     ("idle %", lambda run: run.idle_fraction, "{:.2f}", 100),
     ("running %", lambda run: run.running_share, "{:.0f}", 100),
     ("to plan p99 us", lambda run: run.boundary_to_plan_us_p99, "{:.0f}", 1),
+    ("others %", lambda run: run.foreign_cpu_share, "{:.0f}", 100),
     ("read GB/s", lambda run: run.read_gb_per_s, "{:.0f}", 1),
     ("of roof %", lambda run: run.roof_fraction, "{:.0f}", 100),
 )

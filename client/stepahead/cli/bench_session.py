@@ -7,12 +7,13 @@ import itertools
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepahead.cli.bench_peers import Peer
+from stepahead.cli.bench_processes import ForeignCpu
 from stepahead.cli.bench_roof import MachineSpeed, ModelWork, SpeedProbe, decode_roof_s, work_of
 from stepahead.cli.bench_stats import percentile
 from stepahead.cli.bench_systems import OwnSystem, System, TimedRun
@@ -52,6 +53,8 @@ class RunFigures:
     running_share: float | None = None
     """Step boundaries at which the next step was running."""
     boundary_to_plan_us_p99: float | None = None
+    foreign_cpu_share: float | None = None
+    """What others took of the cores meanwhile: a run beside a busy neighbour says little."""
     read_gb_per_s: float | None = None
     """The machine, measured next to the run."""
     gflop_per_s: float | None = None
@@ -156,7 +159,9 @@ class Session:
     async def _one(self, system: System, workload: Workload) -> RunFigures:
         await asyncio.sleep(_SETTLE_S)
         before = None if self._probe is None else await self._probe.measure()
+        foreign = ForeignCpu()
         run = await system.run(workload)
+        foreign_share = foreign.share()
         speed = before
         if before is not None and self._probe is not None:
             # The machine drifts; its speed during the run is taken to lie between the two.
@@ -164,7 +169,8 @@ class Session:
             speed = MachineSpeed(
                 (before.read_bytes_per_s + after.read_bytes_per_s) / 2, (before.flops_per_s + after.flops_per_s) / 2
             )
-        return figures_of(system.name, workload, run, speed, self._work)
+        figures = figures_of(system.name, workload, run, speed, self._work)
+        return replace(figures, foreign_cpu_share=foreign_share)
 
     @staticmethod
     def _check(system: System, workload: Workload) -> None:
