@@ -24,6 +24,7 @@ _COLUMNS: tuple[tuple[str, _Value, str, float], ...] = (
     ("p99 ms", lambda run: run.ttft_ms_p99, "{:,.0f}", 1),
     ("ITL p50", lambda run: run.itl_ms_p50, "{:.1f}", 1),
     ("p99 ms", lambda run: run.itl_ms_p99, "{:.1f}", 1),
+    ("step ms", lambda run: run.step_ms_p50, "{:.1f}", 1),
     ("MiB", lambda run: run.peak_mib, "{:,.0f}", 1),
     ("idle %", lambda run: run.idle_fraction, "{:.2f}", 100),
     ("running %", lambda run: run.running_share, "{:.0f}", 100),

@@ -53,6 +53,8 @@ class RunFigures:
     running_share: float | None = None
     """Step boundaries at which the next step was running."""
     boundary_to_plan_us_p99: float | None = None
+    step_ms_p50: float | None = None
+    """Of the worker's steps that were waited for: what the inter-token latency has on top is the engine's."""
     foreign_cpu_share: float | None = None
     """What others took of the cores meanwhile: a run beside a busy neighbour says little."""
     read_gb_per_s: float | None = None
@@ -93,6 +95,7 @@ def figures_of(
         idle_fraction=None if steps is None else steps.idle_fraction,
         running_share=run.running_share,
         boundary_to_plan_us_p99=None if steps is None else steps.boundary_to_plan_us_p99,
+        step_ms_p50=None if steps is None else steps.step_ms_p50,
         read_gb_per_s=None if speed is None else speed.read_bytes_per_s / 1e9,
         gflop_per_s=None if speed is None else speed.flops_per_s / 1e9,
         roof_fraction=roof,
@@ -196,8 +199,8 @@ async def run_session(
     facts: dict[str, dict[str, object]] = {}
 
     async def body(ready: StackReady | None) -> None:
-        os.nice(CLIENT_NICENESS)
         async with _open_session(subject, ready, facts) as session:
+            os.nice(CLIENT_NICENESS)  # not before: the peers inherit it
             figures.extend(await session.measure(cells_of(session.vocab_size), rounds, console))
 
     if subject.server is not None:
