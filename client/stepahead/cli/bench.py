@@ -12,7 +12,10 @@ class BenchGroup(LazyGroup):
     """The measurements."""
 
     table: ClassVar = {
+        "frontend": "stepahead.cli.bench_frontend:frontend",
         "overlap": "stepahead.cli.bench_overlap:overlap",
+        "serve": "stepahead.cli.bench_serve:serve",
+        "throughput": "stepahead.cli.bench_throughput:throughput",
         "scheduler": "stepahead.cli.bench_scheduler:scheduler",
         "traces": "stepahead.cli.bench_scheduler:traces",
     }

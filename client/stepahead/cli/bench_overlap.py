@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stepahead.cli.bench_load import LoadResult, LoadShape, run_load
+from stepahead.cli.bench_server import step_figures
+from stepahead.cli.bench_stats import median_of
 from stepahead.cli.local_services import passing_log_dir, require_extras
 from stepahead.cli.options import CONTEXT_SETTINGS
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
@@ -50,38 +51,21 @@ def figures(model: str, overlap: str, shape: LoadShape, result: LoadResult) -> O
     """
     waited = [record for record in result.records if record.work_waited]
     steady = [r for r in waited if r.rows == r.tokens == shape.num_requests] or waited
-    idle_ns = sum(record.gap_ns + record.sample_wait_ns for record in steady)
-    busy_ns = sum(record.busy_ns for record in steady)
+    steps = step_figures(steady)
     return OverlapFigures(
         model=model,
         overlap=overlap,
         client="multiplex" if shape.multiplexed else "generate",
         num_requests=shape.num_requests,
         tokens_per_s=result.tokens_per_s,
-        idle_fraction=idle_ns / max(1, idle_ns + busy_ns),
-        gap_us_p50=_percentile([record.gap_ns / 1e3 for record in steady], 0.5),
-        gap_us_p99=_percentile([record.gap_ns / 1e3 for record in steady], 0.99),
-        boundary_to_plan_us_p99=_percentile(
-            [record.boundary_to_plan_ns / 1e3 for record in steady if record.boundary_to_plan_ns], 0.99
-        ),
+        idle_fraction=steps.idle_fraction,
+        gap_us_p50=steps.gap_us_p50,
+        gap_us_p99=steps.gap_us_p99,
+        boundary_to_plan_us_p99=steps.boundary_to_plan_us_p99,
         running_share=result.running_share,
-        step_ms_p50=_percentile([(r.gap_ns + r.sample_wait_ns + r.busy_ns) / 1e6 for r in steady], 0.5),
+        step_ms_p50=steps.step_ms_p50,
         num_messages=result.num_messages,
     )
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def median_figures(runs: Sequence[OverlapFigures]) -> OverlapFigures:
-    """Field-wise medians of runs of the same cell."""
-    columns: dict[str, object] = {}
-    for name, first in asdict(runs[0]).items():
-        values = [getattr(run, name) for run in runs]
-        columns[name] = first if isinstance(first, str) else statistics.median(values)
-    return OverlapFigures(**columns)  # type: ignore[arg-type]  # the names come from the class itself
 
 
 CLIENT_NICENESS = 10
@@ -129,7 +113,7 @@ async def measure_model(
                 await stacks["on"].stop()
 
         await run_stack(stacks["off"], start_second)
-    return [median_figures(runs) for _, runs in sorted(cells.items())], num_different
+    return [median_of(runs) for _, runs in sorted(cells.items())], num_different
 
 
 def _subfolder(log_dir: Path | None, overlap: str) -> Path | None:

@@ -68,6 +68,11 @@ class Child:
         return cls(name, process, reader, log_path)
 
     @property
+    def pid(self) -> int:
+        """The process, as the system numbers it."""
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether the process has not been seen to end."""
         return self._process.returncode is None

@@ -67,6 +67,9 @@ class StackReady:
     address: str
     scheduler: Ready
     workers: tuple[Ready, ...]
+    scheduler_pid: int
+    worker_pids: tuple[int, ...]
+    """The processes, for measurements."""
 
 
 class StackView(Protocol):
@@ -167,7 +170,8 @@ class Stack:
         scheduler_argv = (*self._commands.scheduler, *scheduler_arguments(options, addresses))
         self._scheduler = await self._spawn("scheduler", scheduler_argv)
         address, ready = await _unless_death(self._until_ready(self._scheduler), _watch(self._workers))
-        return StackReady(address, ready, tuple(facts for _, facts in workers))
+        pids = tuple(child.pid for child in self._workers)
+        return StackReady(address, ready, tuple(facts for _, facts in workers), self._scheduler.pid, pids)
 
     async def watch(self) -> None:
         """Waits until the scheduler or the last worker ends by itself, then raises StackError about it."""

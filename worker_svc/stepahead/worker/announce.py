@@ -68,6 +68,8 @@ class Announcer:
             dtype=facts.dtype,
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
+            weight_bytes=facts.weight_bytes,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
             kv_cache_bytes=sum(cache_bytes(shape, facts)),
             kv_groups=describe_groups(shape),
             num_concurrent=round(num_concurrent, 2),

@@ -1,10 +1,11 @@
-"""`python -m stepahead.scheduler.bench`: the commands behind `stepahead bench scheduler` and `... traces`."""
+"""`python -m stepahead.scheduler.bench`: the commands behind `stepahead bench scheduler`, `traces` and `serve`."""
 
 from __future__ import annotations
 
 import click
 
 from stepahead.scheduler.bench.cost_command import scheduler
+from stepahead.scheduler.bench.request_command import requests
 from stepahead.scheduler.bench.trace_command import traces
 
 
@@ -15,6 +16,7 @@ def main() -> None:
     """Measures the scheduler core without a worker."""
 
 
+main.add_command(requests)
 main.add_command(scheduler)
 main.add_command(traces)
 

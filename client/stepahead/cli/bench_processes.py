@@ -1,0 +1,121 @@
+"""What processes of this machine use, read from /proc: CPU time and resident memory, children included."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_PROC = Path("/proc")
+INTERVAL_S = 0.1
+
+
+def process_tree(pid: int) -> list[int]:
+    """The process and all its descendants that live now; empty where it has ended, or where there is no /proc."""
+    tree: list[int] = []
+    found = [pid]
+    while found:
+        each = found.pop()
+        try:
+            tasks = list((_PROC / str(each) / "task").iterdir())
+            for task in tasks:
+                found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue  # it ended while it was looked at
+        tree.append(each)
+    return tree
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that the tree has used so far."""
+    ticks = 0
+    for each in process_tree(pid):
+        try:
+            # The name, in parentheses, may hold blanks; user and system time are the 14th and 15th field.
+            fields = (_PROC / str(each) / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of the tree; pages that processes share count once for each."""
+    pages = 0
+    for each in process_tree(pid):
+        try:
+            pages += int((_PROC / str(each) / "statm").read_text().split()[1])
+        except OSError:
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_busy_s() -> float:
+    """CPU seconds that all cores have been busy since the machine started; what the host took counts as busy.
+
+    0 where there is no /proc.
+    """
+    try:
+        first = (_PROC / "stat").read_text().splitlines()[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class ForeignCpu:
+    """CPU time of everything but this process and its descendants, from its construction on."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def share(self) -> float:
+        """Of all cores' time so far, 0 to 1; a few hundredths either way are the clocks' grain."""
+        at_s, foreign_s = self._now()
+        begun_s, foreign_before_s = self._start
+        cores_s = (at_s - begun_s) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, foreign_s - foreign_before_s) / cores_s) if cores_s else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        return time.perf_counter(), machine_busy_s() - cpu_s(os.getpid())
+
+
+class ResourceWatch:
+    """Samples trees of processes while a load runs. An async context manager; read it afterwards.
+
+    Args:
+        pids: the roots; their figures are added up.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = tuple(pids)
+        self.before_bytes = 0
+        self.peak_bytes = 0
+        self.after_bytes = 0
+        self.used_cpu_s = 0.0
+        self._cpu_before_s = 0.0
+        self._sampling: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> ResourceWatch:
+        self.before_bytes = self.peak_bytes = self._resident()
+        self._cpu_before_s = sum(map(cpu_s, self._pids))
+        self._sampling = asyncio.create_task(self._sample())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._sampling is not None
+        self._sampling.cancel()
+        self.used_cpu_s = sum(map(cpu_s, self._pids)) - self._cpu_before_s
+        self.after_bytes = self._resident()
+        self.peak_bytes = max(self.peak_bytes, self.after_bytes)
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.peak_bytes = max(self.peak_bytes, self._resident())
+
+    def _resident(self) -> int:
+        return sum(map(resident_bytes, self._pids))
