@@ -11,9 +11,13 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from stepahead.kernels.cuda import elementwise
 from stepahead.kernels.cuda.host.backend import HostBackend
+from stepahead.kernels.reference import elementwise as reference
+from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 from tests.kernels.cuda.paged import TOLERANCE, Heads, Paged, options_for
 from tests.kernels.cuda.small_runs import RUNS
+from tests.kernels.cuda.test_elementwise import ROUNDING, normal
 from tests.kernels.cuda.test_sampling import random_logits, reference_tokens, run_sample
 from tests.kernels.cuda.test_synchronization import all_sites, checked, notices
 
@@ -48,6 +52,39 @@ def attention_errors():
             write(f"| {kind} | {name} | {len(errors)} | {max(errors):.1e} | {TOLERANCE[dtype]:.1e} |")
 
 
+def elementwise_errors():
+    """Of values of about unit size, against float64; relative to |value| + 0.01."""
+    write("| operation | storage | values | largest relative error | allowed |")
+    write("|---|---|---|---|---|")
+    backend = HostBackend()
+    cos, sin = rope_tables(RopeConfig(head_dim=128, theta=10_000.0), 64)
+    tables, positions = (torch.from_numpy(cos), torch.from_numpy(sin)), torch.arange(64)
+    for dtype in DTYPES:
+        x, weight, gate_up = normal(64, 512, dtype=dtype), normal(512, dtype=dtype), normal(64, 1024, dtype=dtype)
+        normed, wide = torch.empty_like(x), torch.empty_like(x)
+        elementwise.rms_norm(backend, x, weight, 1e-5, normed)
+        elementwise.rms_norm(backend, x, weight.float(), 1e-5, wide)
+        turned = x.clone().view(64, 4, 128)
+        elementwise.rope(backend, turned, positions, tables)
+        numbers, gates = x.float().numpy(), gate_up.float().numpy()
+        wanted = reference.rms_norm(numbers, weight.float().numpy(), 1e-5)
+        for name, found, expected in (
+            ("rms_norm", normed, wanted),
+            ("rms_norm, float32 weight", wide, wanted),
+            ("rope", turned, apply_rope(numbers.reshape(64, 4, 128), positions.numpy(), cos, sin)),
+            ("silu_mul", elementwise.gated_activation(backend, gate_up), reference.silu_mul(gates)),
+            (
+                "gelu_tanh_mul",
+                elementwise.gated_activation(backend, gate_up, "gelu_tanh"),
+                reference.gelu_tanh_mul(gates),
+            ),
+        ):
+            exact = torch.from_numpy(expected).double()
+            error = float(((found.double() - exact).abs() / (exact.abs() + 1e-2)).max())
+            storage = str(dtype).removeprefix("torch.")
+            write(f"| {name} | {storage} | {found.numel()} | {error:.1e} | {ROUNDING[dtype]:.1e} |")
+
+
 def sampled_tokens():
     random, rows = np.random.default_rng(11), 2000
     columns = {
@@ -80,6 +117,8 @@ def barriers():
 
 def main():
     attention_errors()
+    write()
+    elementwise_errors()
     write()
     sampled_tokens()
     write()

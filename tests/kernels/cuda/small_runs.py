@@ -23,6 +23,7 @@ from stepahead.kernels.cuda.sampling import (
     apply_penalties,
     count_history,
     count_tokens,
+    keep_drawable,
     logprobs,
     mask_logits,
     sample,
@@ -63,7 +64,9 @@ def norms(backend):
     out = torch.empty_like(x)
     elementwise.rms_norm(backend, x, weight, 1e-5, out)
     added = elementwise.add_rms_norm(backend, residual, normal(2, 520, seed=1), weight.float(), 1e-5)
-    return [out, added, residual]
+    wide = torch.empty_like(x)
+    elementwise.rms_norm(backend, x, weight.float(), 1e-5, wide)
+    return [out, added, residual, wide]
 
 
 def rope_and_cache(backend):
@@ -101,6 +104,7 @@ def penalties(backend):
     history = torch.arange(600) % 37
     count_history(backend, counts, 1, history, 300)
     count_tokens(backend, counts, ints(1, 0), torch.tensor([5, 1099]), torch.tensor([0, 1], dtype=torch.uint8))
+    count_tokens(backend, counts, ints(-1), torch.tensor([7]), torch.zeros(1, dtype=torch.uint8))
     columns = PenaltyColumns(repetition=torch.full((2,), 1.5), frequency=torch.ones(2), presence=torch.ones(2))
     apply_penalties(backend, logits, ints(0, 1), counts, columns)
     add_bias(backend, logits, (ints(0, 1), ints(3, 3), torch.tensor([1.0, 2.0])))
@@ -144,7 +148,8 @@ def samples(backend):
     cells = Cells(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64))
     places = (status, ints(3, 1, 0, 2), torch.arange(rows))
     tokens, statuses = sample(backend, logits, places, columns, cells)
-    return [tokens, statuses, cells.tokens, cells.positions]
+    keep_drawable(backend, logits, statuses, torch.tensor([1, 1, 0, 1], dtype=torch.uint8), columns)
+    return [tokens, statuses, cells.tokens, cells.positions, logits]
 
 
 def log_probabilities(backend):

@@ -58,6 +58,17 @@ def test_rms_norm_of_heads_in_place(dtype):
     assert torch.equal(qkv[:, 4:], untouched)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+def test_a_float32_weight_is_multiplied_before_the_one_rounding(dtype):
+    x, weight = normal(3, 576, dtype=dtype), 1 + normal(576, seed=1) / 100
+    out = torch.empty_like(x)
+    rms_norm(HostBackend(), x, weight, 1e-6, out)
+    wanted = F.rms_norm(x.float(), (576,), weight, 1e-6)
+    assert_close(out, wanted, dtype)
+    rounded = F.rms_norm(x.float(), (576,), weight.to(dtype).float(), 1e-6)
+    assert (out.float() - wanted).abs().mean() < (out.float() - rounded).abs().mean()
+
+
 @DTYPES
 def test_add_rms_norm_is_the_sum_and_then_the_norm(dtype):
     residual, x, weight = normal(4, 576, dtype=dtype), normal(4, 576, dtype=dtype, seed=1), normal(576, dtype=dtype)

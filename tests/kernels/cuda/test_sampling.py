@@ -20,6 +20,7 @@ from stepahead.kernels.cuda.sampling import (
     apply_penalties,
     count_history,
     count_tokens,
+    keep_drawable,
     logprobs,
     mask_logits,
     sample,
@@ -27,19 +28,18 @@ from stepahead.kernels.cuda.sampling import (
 from stepahead.kernels.reference.logprobs import token_logprob
 from stepahead.kernels.reference.penalties import TokenRules, penalised, row_penalties
 from stepahead.kernels.reference.philox import draw_uniform
-from stepahead.kernels.reference.sampling import RowSampling, sample_row
+from stepahead.kernels.reference.sampling import RowSampling, processed_log_weights, sample_row
 
 OK, NON_FINITE, POSITION_MISMATCH, NOTHING_ALLOWED = 0, 1, 2, 3
 
 
-def run_sample(logits, backend=None, row_status=None, cells=None, **columns):
-    """Samples every row; each column is one value or one per row."""
-    rows = len(logits)
+def sampling_columns(rows, **columns):
+    """Each column is one value or one per row."""
 
     def column(name, default, dtype):
         return torch.from_numpy(np.broadcast_to(np.asarray(columns.get(name, default), dtype), rows).copy())
 
-    sampling = SamplingColumns(
+    return SamplingColumns(
         temperature=column("temperature", 1.0, np.float32),
         top_p=column("top_p", 1.0, np.float32),
         top_k=column("top_k", 0, np.int32),
@@ -48,6 +48,12 @@ def run_sample(logits, backend=None, row_status=None, cells=None, **columns):
         choice_index=column("choice_index", 0, np.int64),
         output_index=column("output_index", np.arange(rows), np.int64),
     )
+
+
+def run_sample(logits, backend=None, row_status=None, cells=None, **columns):
+    """Samples every row."""
+    rows = len(logits)
+    sampling = sampling_columns(rows, **columns)
     status = torch.zeros(rows, dtype=torch.uint8) if row_status is None else row_status
     cells = cells or Cells(torch.full((rows,), -9), torch.full((rows,), -1))
     places = (status, torch.arange(rows, dtype=torch.int32), torch.arange(rows) + 40)
@@ -240,6 +246,17 @@ def test_j1_j2_penalties_count_prompts_outputs_and_the_token_of_the_step_before(
     assert counts.outputs[1].eq(99).all()  # another slot's counts are nobody's business
 
 
+def test_rows_without_a_slot_are_left_alone():
+    logits = torch.from_numpy(random_logits(2, 50))
+    before, counts = logits.clone(), token_counts(1, 50)
+    nobody, one = torch.tensor([-1, -1], dtype=torch.int32), torch.ones(2)
+    strong = PenaltyColumns(repetition=one * 5, frequency=one, presence=one)
+    apply_penalties(HostBackend(), logits, nobody, counts, strong)
+    count_tokens(HostBackend(), counts, nobody, torch.tensor([3, 4]), torch.zeros(2, dtype=torch.uint8))
+    assert torch.equal(logits, before)
+    assert counts.outputs.eq(99).all()
+
+
 def test_neutral_penalties_change_nothing():
     logits = torch.from_numpy(random_logits(1, 50))
     before = logits.clone()
@@ -269,6 +286,28 @@ def test_penalties_hide_no_row_that_is_not_finite():
     apply_penalties(HostBackend(), logits, torch.zeros(1, dtype=torch.int32), counts, columns)
     assert torch.isnan(logits[0, 0])
     assert logits[0, 1:].tolist() == [np.inf, -np.inf, -1.5]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.8, "temperature": 0.6}],
+    ids=str,
+)
+def test_j7_what_a_row_was_drawn_from(columns):
+    logits = random_logits(5, 700)
+    logits[1] = np.round(logits[1])  # ties
+    logits[2, ::3] = -np.inf
+    temperature = np.array([columns.get("temperature", 1.0)] * 3 + [0.0, 1.0])
+    found = torch.from_numpy(logits.copy())
+    sampling = sampling_columns(5, **{**columns, "temperature": temperature})
+    status, selected = (torch.tensor(flags, dtype=torch.uint8) for flags in ([0, 0, 0, 0, 3], [1, 1, 1, 1, 1]))
+    keep_drawable(HostBackend(), found, status, selected, sampling)
+    for row in range(4):
+        wanted = processed_log_weights(logits[row], RowSampling(**{**columns, "temperature": temperature[row]}))
+        assert np.array_equal(found[row].numpy(), wanted)
+    assert np.array_equal(found[4].numpy(), logits[4])
+    keep_drawable(HostBackend(), unselected := torch.from_numpy(logits.copy()), status, 1 - selected, sampling)
+    assert np.array_equal(unselected.numpy(), logits)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 20, 300, 1500])

@@ -23,6 +23,14 @@ def scalar_module(source: str, tensor: torch.Tensor) -> Module:
     return Module(source, (("SCALAR", scalar_name(tensor, source)),))
 
 
+def norm_module(x: torch.Tensor, weight: torch.Tensor) -> Module:
+    """Returns the module of `rms_norm` for activations and a weight; raises `KernelArgumentError`."""
+    if weight.dtype not in (x.dtype, torch.float32):
+        message = f"weight is {weight.dtype}, the kernel reads {x.dtype} or {torch.float32}"
+        raise KernelArgumentError(message)
+    return Module("rms_norm", (("SCALAR", scalar_name(x, "x")), ("WEIGHT", scalar_name(weight, "weight"))))
+
+
 def _norm_threads(size: int, element_size: int) -> int:
     """Threads for a row, from its size alone: the order of the sum follows from them."""
     pieces = size * element_size // VECTOR_BYTES
@@ -35,7 +43,7 @@ def rms_norm(backend: Backend, x: torch.Tensor, weight: torch.Tensor, eps: float
     Args:
         backend: where the tensors are.
         x: [num_tokens, ..., size]; tokens may be apart.
-        weight: [size], as x.
+        weight: [size], as x or float32.
         eps: added to the mean square.
         out: as x in shape and dtype; may be x.
 
@@ -43,13 +51,14 @@ def rms_norm(backend: Backend, x: torch.Tensor, weight: torch.Tensor, eps: float
         KernelArgumentError: a tensor is not as said here.
     """
     size = x.shape[-1]
-    check_tensor(weight, "weight", x.dtype, (size,))
+    module = norm_module(x, weight)
+    check_tensor(weight, "weight", weight.dtype, (size,))
     strides = [token_stride(tensor, name, x.dtype, tuple(x.shape)) for tensor, name in ((out, "out"), (x, "x"))]
     check_vectors(weight.view(1, -1), "weight")
     rows_per_token = int(np.prod(x.shape[1:-1]))
     backend.launch(
         Launch(
-            module=scalar_module("rms_norm", x),
+            module=module,
             kernel="rms_norm",
             grid=(len(x) * rows_per_token, 1, 1),
             num_threads=_norm_threads(size, x.element_size()),
@@ -70,7 +79,7 @@ def add_rms_norm(
         backend: where the tensors are.
         residual: [num_tokens, size], contiguous.
         x: as residual.
-        weight: [size], as residual.
+        weight: [size], as residual or float32.
         eps: added to the mean square.
 
     Raises:
@@ -80,12 +89,12 @@ def add_rms_norm(
     for tensor, name in ((residual, "residual"), (x, "x")):
         check_tensor(tensor, name, residual.dtype, (len(residual), size))
         check_vectors(tensor, name)
-    check_tensor(weight, "weight", residual.dtype, (size,))
+    check_tensor(weight, "weight", weight.dtype, (size,))
     check_vectors(weight.view(1, -1), "weight")
     out = backend.allocate(tuple(residual.shape), residual.dtype)
     backend.launch(
         Launch(
-            module=scalar_module("rms_norm", residual),
+            module=norm_module(residual, weight),
             kernel="add_rms_norm",
             grid=(len(residual), 1, 1),
             num_threads=_norm_threads(size, residual.element_size()),

@@ -47,7 +47,11 @@ def gate_modules() -> tuple[Module, ...]:
     modules = [Module(name) for name in ("copy_blocks", "gather_rows", "logprobs", "mask_logits", "penalties")]
     modules += [Module(name) for name in ("resolve_inputs", "sample", "write_kv")]
     for scalar in SCALAR_NAMES.values():
-        modules += [Module(name, (("SCALAR", scalar),)) for name in ("gated_activation", "rms_norm", "rope")]
+        modules += [Module(name, (("SCALAR", scalar),)) for name in ("gated_activation", "rope")]
+        modules += [
+            Module("rms_norm", (("SCALAR", scalar), ("WEIGHT", weight)))
+            for weight in dict.fromkeys((scalar, "float"))
+        ]
     for head_dim, group in ((64, 1), (64, 3), (128, 4), (128, 8), (256, 4)):
         modules.append(decode_module("bf16", head_dim, group, _BLOCK_SIZE))
     modules += [decode_module(scalar, 64, 3, _BLOCK_SIZE) for scalar in ("f16", "float")]

@@ -88,7 +88,7 @@ def apply_penalties(
     Args:
         backend: where the tensors are.
         logits: [num_rows, vocab_size] float32.
-        slots: [num_rows] int32.
+        slots: [num_rows] int32, -1 for a row that is left alone.
         counts: see `TokenCounts`.
         penalties: see `PenaltyColumns`.
 
@@ -134,7 +134,18 @@ def add_bias(
 def count_tokens(
     backend: Backend, counts: TokenCounts, slots: torch.Tensor, token_ids: torch.Tensor, status: torch.Tensor
 ) -> None:
-    """Adds the tokens of a step's OK rows to their slots' counts; see `sample` for the columns. Slots differ."""
+    """Adds the tokens of a step's OK rows to their slots' counts; slot -1 has none.
+
+    Args:
+        backend: where the tensors are.
+        counts: of the slots.
+        slots: [num_rows] int32, all different but for -1.
+        token_ids: [num_rows] int64, see `sample`, like `status`.
+        status: [num_rows] uint8.
+
+    Raises:
+        KernelArgumentError: a tensor is not as said here.
+    """
     check_tensor(counts.outputs, "counts.outputs", torch.int32, (None, None))
     check_tensor(slots, "slots", torch.int32, (None,))
     check_tensor(token_ids, "token_ids", torch.int64, (len(slots),))
@@ -227,6 +238,36 @@ def sample(
     shared_bytes = -(-vocab_size // TILE) * 8
     _launch(backend, "sample", "sample", (num_rows, 1, 1), _ROW_THREADS, arguments, shared_bytes)
     return token_ids, status
+
+
+def keep_drawable(
+    backend: Backend,
+    logits: torch.Tensor,
+    status: torch.Tensor,
+    selected: torch.Tensor,
+    sampling: SamplingColumns,
+) -> None:
+    """Turns rows into `reference.sampling.processed_log_weights`, in place, behind `sample`.
+
+    Args:
+        backend: where the tensors are.
+        logits: [num_rows, vocab_size] float32, as `sample` read them.
+        status: [num_rows] uint8, `sample`'s; a row that is not 0 is left alone.
+        selected: [num_rows] uint8, 0 leaves the row alone.
+        sampling: see `SamplingColumns`.
+
+    Raises:
+        KernelArgumentError: a tensor is not as said here.
+    """
+    num_rows, vocab_size = _check_logits(logits)
+    for tensor, name in ((status, "status"), (selected, "selected")):
+        check_tensor(tensor, name, torch.uint8, (num_rows,))
+    columns = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32)
+    for place, (column, dtype) in enumerate(zip(columns, dtypes, strict=True)):
+        check_tensor(column, f"sampling column {place}", dtype, (num_rows,))
+    arguments = (logits, status, selected, *columns, np.int32(vocab_size))
+    _launch(backend, "sample", "keep_drawable", (num_rows, 1, 1), _ROW_THREADS, arguments)
 
 
 def logprobs(

@@ -17,7 +17,7 @@ __device__ __forceinline__ float bounded(double value) {
   return float(value > max_score ? max_score : value < -max_score ? -max_score : value);
 }
 
-// logits: [num_rows, vocab_size], in place; slots: [num_rows]; output_counts: [num_slots, vocab_size]; prompt_bits:
+// logits: [num_rows, vocab_size], in place; slots: [num_rows], -1 leaves the row alone; output_counts: [num_slots, vocab_size]; prompt_bits:
 // [num_slots, prompt_words], bit i % 32 of word i / 32; repetition (1 is neutral), frequency, presence: [num_rows].
 // Grid: (ceil(vocab_size / THREADS), num_rows).
 KERNEL(THREADS, 40)
@@ -27,6 +27,7 @@ apply_penalties(float* logits, const int* slots, const int* output_counts, const
   const int id = blockIdx.x * THREADS + threadIdx.x, row = blockIdx.y;
   if (id >= vocab_size) return;
   const i64 slot = slots[row];
+  if (slot < 0) return;
   const int count = output_counts[slot * vocab_size + id];
   const bool in_prompt = prompt_bits[slot * prompt_words + id / 32] >> (id % 32) & 1;
   float& logit = logits[i64(row) * vocab_size + id];
@@ -48,13 +49,13 @@ add_bias(float* logits, const int* rows, const int* ids, const float* values, in
   if (is_finite(logit)) logit = bounded(double(logit) + double(values[entry]));
 }
 
-// Adds what a step sampled; slots of one launch differ. token_ids, status: [num_rows], status 0 counts.
+// Adds what a step sampled; slots of one launch differ, -1 counts nothing. token_ids, status: [num_rows], status 0 counts.
 // Grid: (ceil(num_rows / THREADS)).
 KERNEL(THREADS, 32)
 count_tokens(int* output_counts, const int* slots, const i64* token_ids, const u8* status, int vocab_size,
              int num_rows) {
   const int row = blockIdx.x * THREADS + threadIdx.x;
-  if (row < num_rows && status[row] == 0) output_counts[i64(slots[row]) * vocab_size + token_ids[row]] += 1;
+  if (row < num_rows && slots[row] >= 0 && status[row] == 0) output_counts[i64(slots[row]) * vocab_size + token_ids[row]] += 1;
 }
 
 // A slot's counts from the history of its sequence: ids [history_len], the first num_prompt of them its prompt. The

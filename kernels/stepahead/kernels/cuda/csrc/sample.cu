@@ -167,3 +167,29 @@ sample(i64* token_ids, u8* status, i64* cell_tokens, i64* cell_positions, const 
   cell_tokens[slots[row]] = token;
   cell_positions[slots[row]] = positions[row] + 1;
 }
+
+// What a row was drawn from, in place: (logit - largest) / temperature of the ids that top-k, top-p and min-p leave,
+// -infinity for the others; a greedy row stays as it is. Arguments as `sample`'s, behind the same masks and penalties;
+// selected: [num_rows], 0 leaves the row alone. Rows whose status is not 0 are left alone. Grid: (num_rows).
+KERNEL(THREADS, 64)
+keep_drawable(float* logits, const u8* status, const u8* selected, const float* temperature, const float* top_p,
+              const int* top_k, const float* min_p, int vocab_size) {
+  SHARED(SelectScratch, scratch, 1);
+  SHARED(u64, sums, MAX_WARPS);
+  SHARED(u32, counts, MAX_WARPS);
+  SHARED(int, place, 1);
+
+  const int row = blockIdx.x;
+  if (status[row] != 0 || selected[row] == 0 || temperature[row] < GREEDY_BELOW) return;
+  float* values = logits + i64(row) * vocab_size;
+  u32 best = 0;
+  for (int id = threadIdx.x; id < vocab_size; id += THREADS) best = Max()(best, key_of(values[id]));
+  best = reduce_block(best, Max(), counts);
+  Masses masses = {values, value_of(best), temperature[row], min_p[row], 0, vocab_size};
+  keep_largest(masses, vocab_size, top_k[row], top_p[row], scratch[0], sums, counts, place);
+  // Each thread reads and writes ids of its own from here on: the selection ends behind a barrier.
+  for (int id = threadIdx.x; id < vocab_size; id += THREADS) {
+    const bool drawable = masses.kept(id) > 0.0f;
+    values[id] = drawable ? (values[id] - masses.largest) / masses.temperature : -infinity();
+  }
+}
