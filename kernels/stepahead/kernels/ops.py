@@ -82,6 +82,15 @@ class Ops(Protocol):
         """Of weights, activations and KV cache."""
         ...
 
+    @property
+    def host_may_look(self) -> bool:
+        """Whether the host may read a tensor in the middle of a step without holding the device up."""
+        ...
+
+    def place(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a copy in the device's memory; the caller drops its own."""
+        ...
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         """Takes weight [out, in] and bias [out], any float dtype; the caller drops them afterwards."""
         ...

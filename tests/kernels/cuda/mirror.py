@@ -30,6 +30,10 @@ class MirrorBackend:
     def copy(self, destination, source):
         destination.copy_(source)
 
+    def upload(self, array, into=None):
+        plain = torch.from_numpy(array)
+        return plain.clone() if into is None else into.copy_(plain)
+
     def create_stream(self):
         return self.inner.create_stream()
 

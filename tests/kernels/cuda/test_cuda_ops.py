@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from stepahead.kernels.cpu.step.library import TensorKind
-from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.host.backend import HostBackend
 from stepahead.kernels.cuda.ops import CudaOps
 from stepahead.kernels.ops import AttentionShape
-from stepahead.kernels.reference.attention import LayerAttention
 from tests.kernels.step_model import MAX_POSITIONS, ReferenceDecoder, layout_of, random_weights, shape_of
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 16
@@ -87,14 +85,3 @@ def test_f2_block_copies_reach_every_layer():
         ops._cache[:, block] = block
     ops.change_blocks(((1, 2), (2, 3)), (4,))
     assert ops._cache[:, :6].float().mean((2, 3, 4, 5)).tolist() == [[0, 1, 1, 2, 0, 5]] * shape.num_layers
-
-
-def test_what_is_not_wired_is_refused():
-    """V4: a window or a soft cap that nobody applies would give other tokens."""
-    shape = shape_of()
-    sizes = {name: getattr(shape, name) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")}
-    capped = AttentionShape(**sizes, scale=1.0, cap=30.0)
-    windowed = AttentionShape(**sizes, scale=1.0, layers=(LayerAttention(rope=shape.rope, window=4),) * 2)
-    for unwired in (capped, windowed):
-        with pytest.raises(KernelArgumentError, match="windows"):
-            CudaOps(unwired, torch.float32, HostBackend())

@@ -51,6 +51,15 @@ class CpuOps:
         """Of weights, activations and KV cache."""
         return self._dtype
 
+    @property
+    def host_may_look(self) -> bool:
+        """See `Ops.host_may_look`."""
+        return True
+
+    def place(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `Ops.place`."""
+        return tensor.to(dtype, copy=True)
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CpuLinear:
         """See `Ops.pack_linear`."""
         plain = weight.to(self._dtype, copy=True).contiguous()

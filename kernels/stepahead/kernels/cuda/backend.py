@@ -7,12 +7,14 @@ each other without another synchronisation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.sources import Module, declarations
@@ -70,6 +72,27 @@ class Event(Protocol):
         """Waits until it has."""
         ...
 
+    def ns_since(self, earlier: Event) -> int:
+        """Nanoseconds by the device's clock since another event of the same back end; both have fired."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None:
+        """Submits it to the current stream in one call. It reads and writes the memory it was recorded with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device, in bytes."""
+
+    total: int
+    free: int
+    """What an allocation could still get, cached memory included."""
+
 
 class Stream(Protocol):
     """In-order work beside that of other streams."""
@@ -99,6 +122,19 @@ class Backend(Protocol):
         """Copies on the current stream; either side may be on the host. Page-locked host memory does not block."""
         ...
 
+    def upload(self, array: NDArray[np.generic], into: torch.Tensor | None = None) -> torch.Tensor:
+        """Copies a host array to the device on the current stream. The host does not wait and may reuse the array.
+
+        Args:
+            array: any dtype torch has; contiguous.
+            into: where to, of the same shape and dtype; None: into new memory.
+        """
+        ...
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns host memory that holds the tensor once an event recorded behind this call has fired."""
+        ...
+
     def launch(self, launch: Launch) -> None:
         """Runs a kernel on the current stream.
 
@@ -114,4 +150,26 @@ class Backend(Protocol):
 
     def record_event(self) -> Event:
         """An event behind everything submitted to the current stream."""
+        ...
+
+    def capture(self, body: Callable[[], object], beside: Graph | None = None) -> Graph:
+        """Records the work that `body` submits; nothing runs yet.
+
+        Args:
+            body: has run once before (modules are loaded then), copies nothing between host and device, and leaves
+                results only in memory allocated outside it.
+            beside: a graph whose scratch memory this one may use too: they never run at the same time.
+        """
+        ...
+
+    def forbid_waits(self) -> AbstractContextManager[object]:
+        """Inside the block, an operation of this thread that makes the host wait for the device raises."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """Returns how much memory there is."""
+        ...
+
+    def peak_bytes(self, body: Callable[[], object]) -> int:
+        """Runs `body`, waits for it, and returns the memory it held at its worst moment beyond what was there."""
         ...

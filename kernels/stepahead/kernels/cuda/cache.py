@@ -91,7 +91,7 @@ def change_blocks(
     else:
         _copy(backend, cache, cache, copies)
     pieces = _block_pieces(cache)
-    ids = to_device(backend, np.array(zeroed, np.int32))
+    ids = backend.upload(np.array(zeroed, np.int32))
     backend.launch(
         Launch(
             module=Module("copy_blocks"),
@@ -101,14 +101,6 @@ def change_blocks(
             arguments=(cache, ids, np.int64(cache.shape[1] * pieces), np.int64(pieces)),
         )
     )
-
-
-def to_device(backend: Backend, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-    """Returns a copy of a host array on the device, behind everything submitted."""
-    host: torch.Tensor = torch.as_tensor(array)
-    tensor = backend.allocate(tuple(host.shape), host.dtype)
-    backend.copy(tensor, host)
-    return tensor
 
 
 def _block_pieces(cache: torch.Tensor) -> int:
@@ -121,7 +113,7 @@ def _block_pieces(cache: torch.Tensor) -> int:
 
 def _copy(backend: Backend, to: torch.Tensor, source: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     pieces = _block_pieces(source)
-    device_pairs = to_device(backend, np.array(pairs, np.int32).reshape(-1, 2))
+    device_pairs = backend.upload(np.array(pairs, np.int32).reshape(-1, 2))
     strides = (np.int64(to.shape[1] * pieces), np.int64(source.shape[1] * pieces))
     backend.launch(
         Launch(

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.step.build import cache_directory
-from stepahead.kernels.cuda.backend import DEFAULT_SHARED_BYTES, Launch
+from stepahead.kernels.cuda.backend import DEFAULT_SHARED_BYTES, DeviceMemory, Launch
 from stepahead.kernels.cuda.errors import KernelUnavailable
 from stepahead.kernels.cuda.nvrtc import compile_module, nvrtc_version
 from stepahead.kernels.cuda.sources import Module, sources_digest
 
 if TYPE_CHECKING:
-    from stepahead.kernels.cuda.backend import Argument, Event
+    from stepahead.kernels.cuda.backend import Argument, Event, Graph
 
 
 class TorchStream:
@@ -37,7 +39,27 @@ class TorchStream:
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`."""
-        self._stream.wait_event(cast("torch.cuda.Event", event))
+        self._stream.wait_event(cast("TorchEvent", event).event)
+
+
+class TorchEvent:
+    """An event of torch's. A thread that waits for it sleeps: a spinning one would take a core from the host's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def query(self) -> bool:
+        """See `Event.query`."""
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`. Lets other threads run meanwhile."""
+        self.event.synchronize()
+
+    def ns_since(self, earlier: Event) -> int:
+        """See `Event.ns_since`."""
+        return round(cast("TorchEvent", earlier).event.elapsed_time(self.event) * 1e6)
 
 
 class CupyBackend:
@@ -75,6 +97,19 @@ class CupyBackend:
         """See `Backend.copy`."""
         destination.copy_(source, non_blocking=True)
 
+    def upload(self, array: NDArray[np.generic], into: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Backend.upload`. torch's cache of page-locked memory knows when the device has read a copy."""
+        plain: torch.Tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+        pinned = plain.pin_memory()
+        if into is None:
+            return pinned.to(self._device, non_blocking=True)
+        return into.copy_(pinned, non_blocking=True)
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Backend.download`."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
     def launch(self, launch: Launch) -> None:
         """See `Backend.launch`."""
         launch.check(self._device)
@@ -92,11 +127,44 @@ class CupyBackend:
         """See `Backend.create_stream`."""
         return TorchStream(self._device)
 
-    def record_event(self) -> torch.cuda.Event:
+    def record_event(self) -> TorchEvent:
         """See `Backend.record_event`."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return TorchEvent(self._device)
+
+    def capture(self, body: Callable[[], object], beside: Graph | None = None) -> torch.cuda.CUDAGraph:
+        """See `Backend.capture`. The current stream must not be the default one."""
+        graph = torch.cuda.CUDAGraph()
+        # Taken from a graph that lives: a pool is gone with its last graph.
+        pool = None if beside is None else cast("torch.cuda.CUDAGraph", beside).pool()
+        stream = torch.cuda.current_stream(self._device)
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            body()
+        return graph
+
+    @contextmanager
+    def forbid_waits(self) -> Generator[None]:
+        """See `Backend.forbid_waits`. torch notices its own operations, in every thread."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def memory(self) -> DeviceMemory:
+        """See `Backend.memory`."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return DeviceMemory(total=total, free=free)
+
+    def peak_bytes(self, body: Callable[[], object]) -> int:
+        """See `Backend.peak_bytes`."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        body()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
 
     def _function(self, module: Module, kernel: str) -> Any:  # noqa: ANN401 - CuPy has no types
         key = (module, kernel)

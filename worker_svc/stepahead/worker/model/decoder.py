@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.host_arrays import as_tensor
-from stepahead.kernels.ops import AttentionShape, Ops, PackedLinear, StepLayout
+from stepahead.kernels.ops import AttentionShape, Ops, PackedLinear, PreparedStep, StepLayout
 from stepahead.worker.model.config import ModelConfig, layer_norms
 from stepahead.worker.model.mixture import Mixture, Mlp, apply_mixture
 from stepahead.worker.model.tensor_reader import TensorReader
@@ -102,7 +102,7 @@ class WeightLoader:
         if not config.tied_embeddings:
             head = self._reader.read("lm_head.weight", table)
         weights = DecoderWeights(
-            embedding=embedding.to(self._ops.dtype, copy=True),  # the source's files may go away
+            embedding=self._ops.place(embedding, self._ops.dtype),  # the source's files may go away
             layers=layers,
             final_norm=final_norm,
             head=self._ops.pack_linear(head, None),
@@ -172,7 +172,7 @@ class WeightLoader:
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
         dtype = torch.float32 if self._config.offset_norms else self._ops.dtype
-        return self._reader.read(name, (size,)).to(dtype, copy=True)
+        return self._ops.place(self._reader.read(name, (size,)), dtype)
 
 
 class Decoder:
@@ -197,12 +197,31 @@ class Decoder:
         Returns:
             [num_logits, vocab_size] float32; on ranks other than 0 no rows.
         """
-        ops, ranks, eps = self._ops, self._ranks, self._config.norm_eps
+        ops = self._ops
         step = ops.prepare(layout)
-        x = self._embed(token_ids[step.token_order])
+        x = self.hidden(self._embed(token_ids[step.token_order]), step)
+        if not len(logit_tokens):
+            return torch.empty(0, self._config.vocab_size)
+        place = np.empty_like(step.token_order)
+        place[step.token_order] = np.arange(len(place))
+        return self.logits(ops.take_rows(x, place[logit_tokens]))
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocabulary_rows, hidden_size], of the backend's dtype."""
+        return self._weights.embedding
+
+    def hidden(self, x: torch.Tensor, step: PreparedStep) -> torch.Tensor:
+        """Runs the layers over a step's embeddings; returns as many rows.
+
+        Args:
+            x: [num_tokens, hidden_size], rows of `embedding` in the step's token order.
+            step: where the tokens go.
+        """
+        ops, ranks, eps = self._ops, self._ranks, self._config.norm_eps
         if self._config.embedding_scale != 1:
-            # rounded like the embeddings, as transformers does
-            x = x * torch.tensor(self._config.embedding_scale, dtype=x.dtype, device=x.device)
+            # Rounded like the embeddings, as transformers does. A tensor without an axis travels as a number.
+            x = x * torch.tensor(self._config.embedding_scale, dtype=x.dtype)
         for index, layer in enumerate(self._weights.layers):
             qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, eps), layer.qkv)
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -211,12 +230,18 @@ class Decoder:
             x = x + self._normed(attended, layer.post_attention_norm)
             answer = ranks.all_reduce(self._mlp(ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp))
             x = x + self._normed(answer, layer.post_mlp_norm)
-        if not len(logit_tokens):
-            return torch.empty(0, self._config.vocab_size)
-        place = np.empty_like(step.token_order)
-        place[step.token_order] = np.arange(len(place))
-        last = ops.take_rows(x, place[logit_tokens])
-        logits = self._gathered(ops.linear(ops.rms_norm(last, self._weights.final_norm, eps), self._weights.head))
+        return x
+
+    def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns [num_rows, vocab_size] float32 on rank 0, in `out` where it is given.
+
+        Args:
+            x: [num_rows, hidden_size], some rows of what `hidden` returned.
+            out: [num_rows, vocab_size] float32; on one rank only.
+        """
+        normed = self._ops.rms_norm(x, self._weights.final_norm, self._config.norm_eps)
+        narrow = self._ops.linear(normed, self._weights.head)
+        logits = self._gathered(narrow) if out is None else out.copy_(narrow)
         cap = self._config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -53,6 +53,8 @@ def apply_mixture(x: torch.Tensor, mixture: Mixture, ops: Ops) -> torch.Tensor:
         mixture: the layer's.
         ops: the device's.
     """
+    if not ops.host_may_look:
+        return _apply_every_expert(x, mixture, ops)
     weights, chosen = choose_experts(ops.linear(x, mixture.router), mixture)
     result = torch.zeros_like(x)
     asked = cast("list[int]", chosen.flatten().tolist())  # pyright: ignore[reportUnknownMemberType]
@@ -61,4 +63,21 @@ def apply_mixture(x: torch.Tensor, mixture: Mixture, ops: Ops) -> torch.Tensor:
         mlp = mixture.experts[expert]
         answer = ops.linear(ops.silu_mul(ops.linear(x[tokens], mlp.gate_up)), mlp.down)
         result.index_add_(0, tokens, (answer * weights[tokens, places, None]).to(x.dtype))
+    return result
+
+
+def _apply_every_expert(x: torch.Tensor, mixture: Mixture, ops: Ops) -> torch.Tensor:
+    """`apply_mixture` where nobody on the host may know who chose whom: every token goes through every expert.
+
+    What was not chosen counts nothing. Right, and as fast as it can be while all experts are read anyway; a large
+    prompt pays for num_experts / experts_per_token times the arithmetic.
+    """
+    weights, chosen = choose_experts(ops.linear(x, mixture.router), mixture)
+    result = torch.zeros_like(x)
+    for index, mlp in enumerate(mixture.experts):
+        others = chosen != index
+        weight = weights.masked_fill(others, 0.0).sum(-1, keepdim=True)
+        answer = ops.linear(ops.silu_mul(ops.linear(x, mlp.gate_up)), mlp.down)
+        # Not a product with 0: an expert nobody asked may answer with an infinity.
+        result = result + (answer * weight).masked_fill(others.all(-1, keepdim=True), 0.0).to(x.dtype)
     return result

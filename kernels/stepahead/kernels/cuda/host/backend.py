@@ -8,18 +8,24 @@ last bit of expf or of a tensor core's sum.
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
-from stepahead.kernels.cuda.backend import Event, Launch
+from stepahead.kernels.cuda.backend import DeviceMemory, Event, Graph, Launch
 from stepahead.kernels.cuda.errors import KernelFault
 from stepahead.kernels.cuda.host.build import built_module
+
+HOST_MEMORY_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,12 +43,30 @@ class Site:
 class HostEvent:
     """An event of a stream that has always finished."""
 
+    def __init__(self) -> None:
+        self._at_ns = time.monotonic_ns()
+
     def query(self) -> bool:
         """Whether everything submitted before it has ended."""
         return True
 
     def synchronize(self) -> None:
         """Waits until it has."""
+
+    def ns_since(self, earlier: Event) -> int:
+        """See `Event.ns_since`."""
+        return self._at_ns - cast("HostEvent", earlier)._at_ns
+
+
+class HostGraph:
+    """A body that runs again."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        self._body = body
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        self._body()
 
 
 class HostStream:
@@ -67,6 +91,7 @@ class HostBackend:
     """
 
     def __init__(self, *, checked: bool = False, seed: int = 0, skipped: Site | None = None) -> None:
+        self._num_allocated = 0
         self._checked = checked
         self._seed = seed
         self._skipped = skipped
@@ -83,12 +108,24 @@ class HostBackend:
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See `Backend.allocate`; filled with ones in every bit (NaN, -1), so that a read before a write shows."""
         memory = torch.empty(shape, dtype=dtype)
+        self._num_allocated += memory.numel() * memory.element_size()
         memory.view(-1).view(torch.uint8).fill_(0xFF)
         return memory
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See `Backend.copy`."""
         destination.copy_(source)
+
+    def upload(self, array: NDArray[np.generic], into: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Backend.upload`."""
+        plain: torch.Tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
+        memory = self.allocate(tuple(plain.shape), plain.dtype) if into is None else into
+        self.copy(memory, plain)
+        return memory
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Backend.download`."""
+        return tensor.clone()
 
     def create_stream(self) -> HostStream:
         """See `Backend.create_stream`."""
@@ -97,6 +134,24 @@ class HostBackend:
     def record_event(self) -> HostEvent:
         """See `Backend.record_event`."""
         return HostEvent()
+
+    def capture(self, body: Callable[[], object], beside: Graph | None = None) -> HostGraph:
+        """See `Backend.capture`."""
+        return HostGraph(body)
+
+    def forbid_waits(self) -> AbstractContextManager[object]:
+        """See `Backend.forbid_waits`: nothing waits for a device that has always finished."""
+        return nullcontext()
+
+    def memory(self) -> DeviceMemory:
+        """See `Backend.memory`: so little that a cache that fills it is made in no time."""
+        return DeviceMemory(total=HOST_MEMORY_BYTES, free=HOST_MEMORY_BYTES)
+
+    def peak_bytes(self, body: Callable[[], object]) -> int:
+        """See `Backend.peak_bytes`: at most what the body allocates in all."""
+        before = self._num_allocated
+        body()
+        return self._num_allocated - before
 
     def launch(self, launch: Launch) -> None:
         """See `Backend.launch`.
