@@ -270,6 +270,32 @@ class Runner(Protocol):
 
 
 @runtime_checkable
+class LaunchingRunner(Runner, Protocol):
+    """A runner of a device that works by itself: calls return when their work is launched.
+
+    They come on one thread. `launch_sample` of a step comes after the results of the step before were taken: rules
+    that look at a sequence's newest tokens rely on it.
+    """
+
+    def cache_bytes(self, limits: CacheShape, memory_share: float) -> int:
+        """Allocates all but the KV cache and runs the largest step; returns what is left for the cache.
+
+        Args:
+            limits: of the steps to come; `num_blocks` means nothing yet.
+            memory_share: of the device's memory that may be used in all, in (0, 1].
+        """
+        ...
+
+    def launch_sample(self, batch: StepBatch) -> Callable[[], StepSamples]:
+        """Launches `Runner.sample`.
+
+        Returns:
+            What gives the results, once, on any one thread, when the device has got there (or waits for it).
+        """
+        ...
+
+
+@runtime_checkable
 class PlaysDevice(Protocol):
     """A runner whose steps only play a device that works by itself: see `CpuStream.put_off_ends`."""
 

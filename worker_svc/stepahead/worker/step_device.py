@@ -96,9 +96,8 @@ class StepDevice:
             samples = self._runner.sample(batch)
             # Copied: the runner may reuse its buffers for the next step, which starts at once.
             step.samples = replace(samples, token_ids=samples.token_ids.copy(), status=samples.status.copy())
-            if self._single_step or (self._hold_events and not step.in_place):
-                step.release.wait()
-            self._end(step)
+            self._hold(step)
+            self._end(step, time.monotonic_ns(), work_follows=True)
 
         self._stream.submit(sample, on_end)
 
@@ -106,18 +105,27 @@ class StepDevice:
         """A new epoch: cells are void, and steps of older epochs that were never sampled are forgotten."""
 
         def forget() -> None:
-            while self._launched and self._launched[0].worker_epoch != worker_epoch:
-                self._launched.popleft()
-            self._running = None
-            self._last_end_ns = 0
+            self._forget(worker_epoch)
             self._runner.reset()
 
         self._stream.submit(forget)
 
-    def _end(self, step: Step) -> None:
+    def _hold(self, step: Step) -> None:
+        """Waits until a step whose end is held back may end."""
+        if self._single_step or (self._hold_events and not step.in_place):
+            step.release.wait()
+
+    def _forget(self, worker_epoch: int) -> None:
+        while self._launched and self._launched[0].worker_epoch != worker_epoch:
+            self._launched.popleft()
+        self._running = None
+        self._last_end_ns = 0
+
+    def _end(self, step: Step, at_ns: int, *, work_follows: bool) -> None:
+        """The device has reached the step's end; `work_follows`: what was launched behind it is on the device."""
         launched = self._launched
         launched.popleft()
         step.queued_steps = len(launched)
-        step.running_step_id = launched[0].step_id if launched else 0
+        step.running_step_id = launched[0].step_id if launched and work_follows else 0
         self._running = None
-        self._last_end_ns = step.ended_ns = time.monotonic_ns()
+        self._last_end_ns = step.ended_ns = at_ns
