@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from stepahead.worker.cache_sizing import available_memory_bytes, size_cache
+from stepahead.worker.cache_sizing import available_memory_bytes, size_cache, step_limits
 from stepahead.worker.errors import ModelError
 from stepahead.worker.settings import (
     WorkerSettings,
@@ -60,6 +60,9 @@ def test_defaults() -> None:
         ("--threads", "STEPAHEAD_THREADS", "3", "threads", 3),
         ("--tensor-parallel-size", "STEPAHEAD_TENSOR_PARALLEL_SIZE", "2", "tensor_parallel_size", 2),
         ("--announce-fd", "STEPAHEAD_ANNOUNCE_FD", "4", "announce_fd", 4),
+        ("--device", "STEPAHEAD_DEVICE", "cuda:3", "device", "cuda:3"),
+        ("--cuda-graphs", "STEPAHEAD_CUDA_GRAPHS", "off", "cuda_graphs", False),
+        ("--gpu-memory-utilization", "STEPAHEAD_GPU_MEMORY_UTILIZATION", "0.5", "gpu_memory_utilization", 0.5),
     ],
 )
 def test_every_flag_is_an_environment_variable_too(
@@ -67,6 +70,22 @@ def test_every_flag_is_an_environment_variable_too(
 ) -> None:
     assert getattr(parse(flag, value), field) == expected
     assert getattr(parse(env={variable: value}), field) == expected
+
+
+def test_a_gpu_is_asked_for_by_name() -> None:
+    parsed = parse("--device", "cuda", "--deterministic", "--dtype", "float16")
+    assert (parsed.device, parsed.deterministic, parsed.dtype, parsed.cuda_graphs) == (
+        "cuda",
+        True,
+        "float16",
+        True,
+    )
+    assert (parse().device, parse().deterministic, parse().gpu_memory_utilization) == ("cpu", False, 0.9)
+    result = CliRunner().invoke(
+        click.command()(settings_options(lambda **_: None)), ["--model", "m", "--device", "tpu"]
+    )
+    assert result.exit_code == 2
+    assert "'tpu' is not cpu, cuda or cuda:N" in result.output
 
 
 @pytest.mark.parametrize(
@@ -120,6 +139,13 @@ def test_the_cache_takes_at_most_a_quarter_of_the_memory() -> None:
     block_bytes = 4 * 8
     shape = size_cache(free(), FACTS, 4 * 20 * block_bytes)
     assert (shape.max_model_len, shape.num_blocks) == (64, 20)
+
+
+def test_a_cache_of_a_device_takes_what_the_device_has_left() -> None:
+    block_bytes = 4 * 8
+    shape = size_cache(free(), FACTS, 1000 * block_bytes, fill=True)
+    assert (shape.max_model_len, shape.num_blocks) == (64, 1000)
+    assert replace(shape, num_blocks=16) == step_limits(free(), FACTS)
 
 
 def test_sequences_get_shorter_before_the_start_fails() -> None:

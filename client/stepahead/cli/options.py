@@ -234,7 +234,7 @@ def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], 
                 click.option(
                     "--overlap", metavar="on|off|DEPTH", help="Plan steps before the tokens they follow are known."
                 ),
-                click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"])),
+                click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"])),
                 click.option("--max-num-seqs", type=int, help="Sequences per worker at once."),
                 click.option("--max-num-batched-tokens", type=int, help="Tokens per step."),
                 click.option("--max-model-len", type=int, help="Positions per sequence."),

@@ -21,7 +21,9 @@ import structlog
 import uvloop
 
 from stepahead.worker.announce import Announcer
+from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError, RankLost
+from stepahead.worker.launch_stream import LaunchStream
 from stepahead.worker.logs import configure_logs
 from stepahead.worker.ranks.followers import Followers
 from stepahead.worker.ranks.lifeline import follow_to_the_end
@@ -30,6 +32,8 @@ from stepahead.worker.server import WorkerServer
 from stepahead.worker.settings import settings_from_options, settings_options
 
 if TYPE_CHECKING:
+    from stepahead.worker.device_stream import ErrorHandler
+    from stepahead.worker.launch_stream import DevicePoint
     from stepahead.worker.ranks.place import RankPlace
     from stepahead.worker.runner import Runner
     from stepahead.worker.settings import WorkerSettings
@@ -112,7 +116,12 @@ async def _serve_scheduler(
 ) -> tuple[int, bool]:
     """Runs as rank 0, or the only one, until a signal or a fault; as `_serve`."""
     announcer = Announcer(settings.announce_fd)
-    server = WorkerServer(settings, lambda: _make_runner(settings, place), announcer)
+    server = WorkerServer(
+        settings,
+        lambda: _make_runner(settings, place),
+        announcer,
+        lambda on_error: _open_stream(settings, on_error),
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -202,10 +211,30 @@ def _cores_of(place: RankPlace) -> int:
 
 def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:
     # Imported on the device thread: this is where torch comes in.
-    from stepahead.worker.model.registry import make_runner  # noqa: PLC0415
+    from stepahead.worker.model.registry import make_cuda_runner, make_runner  # noqa: PLC0415
 
-    threads = settings.threads if place is None else settings.threads or _cores_of(place)
-    return make_runner(settings.model, dtype=settings.dtype, threads=threads, place=place)
+    if settings.device == "cpu":
+        threads = settings.threads if place is None else settings.threads or _cores_of(place)
+        return make_runner(settings.model, dtype=settings.dtype, threads=threads, place=place)
+    return make_cuda_runner(
+        settings.model,
+        settings.device,
+        dtype=settings.dtype,
+        graphs=settings.cuda_graphs,
+        deterministic=settings.deterministic,
+    )
+
+
+def _open_stream(settings: WorkerSettings, on_error: ErrorHandler) -> CpuStream | LaunchStream:
+    if settings.device == "cpu":
+        return CpuStream(on_error)
+
+    def mark() -> DevicePoint:
+        from stepahead.worker.model.registry import open_gpu  # noqa: PLC0415 - on the device thread
+
+        return open_gpu(settings.device).record_event()
+
+    return LaunchStream(mark, on_error)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MEMORY_SHARE = 0.25
-"""Of the available memory, for a cache whose size was not given."""
+"""Of the host's available memory, for a cache whose size was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,22 @@ class _Layers:
         return min(whole, settings.max_num_seqs * self.blocks_of_one(length, settings) + chunks)
 
 
-def size_cache(settings: WorkerSettings, facts: ModelFacts, available_bytes: int) -> CacheShape:
+def step_limits(settings: WorkerSettings, facts: ModelFacts) -> CacheShape:
+    """The shape of batch and cache with as many blocks as one sequence needs: what a step can be, before sizing."""
+    longest = settings.max_model_len or min(facts.max_context_tokens, DEFAULT_MAX_MODEL_LEN)
+    return CacheShape(
+        num_slots=settings.num_slots,
+        num_blocks=-(-longest // settings.block_size),
+        block_size=settings.block_size,
+        max_model_len=longest,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+    )
+
+
+def size_cache(
+    settings: WorkerSettings, facts: ModelFacts, available_bytes: int, *, fill: bool = False
+) -> CacheShape:
     """The shape of batch and cache.
 
     A cache size that is not given covers max_num_seqs sequences of max_model_len, within a quarter of the
@@ -58,6 +73,7 @@ def size_cache(settings: WorkerSettings, facts: ModelFacts, available_bytes: int
         settings: limits, given or not.
         facts: of the loaded model.
         available_bytes: memory that could be used now.
+        fill: the memory is for the cache alone: one whose size was not given takes all, to keep more prefixes.
 
     Raises:
         ModelError: not even one sequence of max_model_len fits, or the model's context is shorter.
@@ -73,7 +89,7 @@ def size_cache(settings: WorkerSettings, facts: ModelFacts, available_bytes: int
     sizes = sorted(set(windows))
     layer_bytes = settings.block_size * facts.kv_bytes_per_token // len(windows)
     groups = [_Layers(window, windows.count(window) * layer_bytes) for window in sizes]
-    blocks = _share_out(settings, groups, length, available_bytes)
+    blocks = _share_out(settings, groups, length, available_bytes, fill=fill)
     if settings.max_model_len is None:
         length = min([length, *_lengths_held(settings, groups, blocks)])
     for group, num_blocks in zip(groups, blocks, strict=True):
@@ -114,7 +130,9 @@ def describe_groups(shape: CacheShape) -> str:
     )
 
 
-def _share_out(settings: WorkerSettings, groups: list[_Layers], length: int, available_bytes: int) -> list[int]:
+def _share_out(
+    settings: WorkerSettings, groups: list[_Layers], length: int, available_bytes: int, *, fill: bool
+) -> list[int]:
     """Blocks of each group. What windows do not want, the first group gets."""
     wanted = [group.blocks_wanted(length, settings) for group in groups]
     if settings.num_kv_blocks is not None:
@@ -126,7 +144,7 @@ def _share_out(settings: WorkerSettings, groups: list[_Layers], length: int, ava
             raise ModelError(message)
         budget = settings.kv_cache_bytes
     else:
-        budget = min(needed_bytes, int(available_bytes * MEMORY_SHARE))
+        budget = available_bytes if fill else min(needed_bytes, int(available_bytes * MEMORY_SHARE))
     if not needed_bytes:
         return wanted
     blocks = wanted

@@ -20,11 +20,14 @@ from stepahead.worker.cache_sizing import (
     describe_groups,
     num_concurrent,
     size_cache,
+    step_limits,
 )
 from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError
 from stepahead.worker.executor import Executor
-from stepahead.worker.runner import LeadsRanks, PlaysDevice
+from stepahead.worker.launch_stream import LaunchStream
+from stepahead.worker.launched_device import LaunchedDevice
+from stepahead.worker.runner import LaunchingRunner, LeadsRanks, PlaysDevice
 from stepahead.worker.service import LoadedWorker, WorkerServicer
 from stepahead.worker.step_device import StepDevice
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepahead.worker.announce import Announcer
+    from stepahead.worker.device_stream import ErrorHandler
     from stepahead.worker.runner import CacheShape, ModelFacts, Runner
     from stepahead.worker.settings import WorkerSettings
 
@@ -65,18 +69,26 @@ class WorkerServer:
         settings: of the process.
         make_runner: makes the model's runner; called on the device thread, like everything of the runner.
         announcer: told how start-up goes.
+        open_stream: makes the device; a `LaunchStream` takes a `LaunchingRunner`.
     """
 
-    def __init__(self, settings: WorkerSettings, make_runner: Callable[[], Runner], announcer: Announcer) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        make_runner: Callable[[], Runner],
+        announcer: Announcer,
+        open_stream: Callable[[ErrorHandler], CpuStream | LaunchStream] = CpuStream,
+    ) -> None:
         self._settings = settings
         self._make_runner = make_runner
+        self._open_stream = open_stream
         self._announcer = announcer
         self._servicer = WorkerServicer(settings.resume_grace_ns)
         health_module: Any = health  # its stubs leave the asyncio half out
         self._health: Any = health_module.aio.HealthServicer()
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         self._executor: Executor | None = None
-        self._stream: CpuStream | None = None
+        self._stream: CpuStream | LaunchStream | None = None
         self._runner: Runner | None = None
         self._failed: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self.address = ""
@@ -126,22 +138,21 @@ class WorkerServer:
 
         def load_model() -> None:
             runner = self._make_runner()
-            if isinstance(runner, PlaysDevice):
+            if isinstance(runner, PlaysDevice) and isinstance(stream, CpuStream):
                 runner.tell_ends_by(stream.put_off_ends())
             facts = runner.load(self._announcer.progress)
-            available = facts.available_bytes
-            shape = size_cache(settings, facts, available_memory_bytes() if available is None else available)
+            shape = _cache_shape(settings, runner, facts)
             runner.allocate(shape)
             loop.call_soon_threadsafe(_succeed, loaded, (runner, facts, shape))
 
-        self._stream = stream = CpuStream(device_failed)
+        self._stream = stream = self._open_stream(device_failed)
         stream.start()
         stream.submit(load_model)
         runner, facts, shape = await loaded
         self._runner = runner
         worker_instance_id = secrets.token_hex(8)
         self._executor = Executor(
-            StepDevice(runner, stream, hold_events=settings.hold_events, single_step=settings.single_step),
+            _make_device(settings, runner, stream),
             shape,
             vocab_size=facts.vocab_size,
             max_step_ns=settings.max_step_ns,
@@ -215,6 +226,26 @@ class WorkerServer:
                 f"{num_concurrent(shape, self._settings):.1f}"
             ),
         )
+
+
+def _cache_shape(settings: WorkerSettings, runner: Runner, facts: ModelFacts) -> CacheShape:
+    """A GPU's memory is the cache's, as far as it may be used; the host's is everybody's."""
+    if not isinstance(runner, LaunchingRunner):
+        available = facts.available_bytes
+        return size_cache(settings, facts, available_memory_bytes() if available is None else available)
+    if settings.num_kv_blocks is not None or settings.kv_cache_bytes is not None:
+        return size_cache(settings, facts, 0)
+    left = runner.cache_bytes(step_limits(settings, facts), settings.gpu_memory_utilization)
+    return size_cache(settings, facts, left, fill=True)
+
+
+def _make_device(settings: WorkerSettings, runner: Runner, stream: CpuStream | LaunchStream) -> StepDevice:
+    if isinstance(stream, CpuStream):
+        return StepDevice(runner, stream, hold_events=settings.hold_events, single_step=settings.single_step)
+    if not isinstance(runner, LaunchingRunner):
+        message = f"{type(runner).__name__} launches nothing: it cannot run on {type(stream).__name__}"
+        raise TypeError(message)
+    return LaunchedDevice(runner, stream, hold_events=settings.hold_events, single_step=settings.single_step)
 
 
 def _succeed(future: asyncio.Future[_T], value: _T) -> None:

@@ -44,6 +44,10 @@ class WorkerSettings:
     announce_fd: int | None
     single_step: bool = False
     tensor_parallel_size: int = 1
+    device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
+    cuda_graphs: bool = True
+    gpu_memory_utilization: float = 0.9
+    deterministic: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -123,6 +127,30 @@ class Seconds(click.FloatRange):
         return seconds
 
 
+class _ShareType(click.FloatRange):
+    """A number in (0, 1]; NaN is none."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=1, min_open=True)
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        share = float(super().convert(value, param, ctx))
+        if math.isnan(share):
+            self.fail("nan is no share", param, ctx)
+        return share
+
+
+class _DeviceType(click.ParamType[str]):
+    name = "DEVICE"
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
+            self.fail(f"{value!r} is not cpu, cuda or cuda:N", param, ctx)
+        return str(value)
+
+
 _POSITIVE = click.IntRange(min=1)
 
 _OPTIONS = (
@@ -132,10 +160,30 @@ _OPTIONS = (
     ),
     click.option(
         "--dtype",
-        type=click.Choice(["auto", "bfloat16", "float32"]),
+        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
         default="auto",
         show_default=True,
-        help="Storage of weights and cache.",
+        help="Storage of weights and cache; float16 on a GPU only.",
+    ),
+    click.option("--device", type=_DeviceType(), default="cpu", show_default=True, help="cpu, cuda or cuda:N."),
+    click.option(
+        "--cuda-graphs",
+        type=click.Choice(["on", "off"]),
+        default="on",
+        show_default=True,
+        help="Record decode steps on the GPU and replay each in one call.",
+    ),
+    click.option(
+        "--gpu-memory-utilization",
+        type=_ShareType(),
+        default=0.9,
+        show_default=True,
+        help="Share of the GPU's memory for weights, steps and cache, if the cache's size is not given.",
+    ),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        help="On a GPU: no token's bits depend on what else is in its step. Slower.",
     ),
     click.option(
         "--max-num-seqs", type=_POSITIVE, default=32, show_default=True, help="Sequences that may run in one step."
@@ -226,15 +274,20 @@ def settings_from_options(options: dict[str, Any]) -> WorkerSettings:
     listen: tuple[str, int] = options.pop("listen")
     resume_grace_s: float = options.pop("resume_grace")
     max_step_s: float = options.pop("max_step")
+    cuda_graphs: str = options.pop("cuda_graphs")
     settings = WorkerSettings(
         host=listen[0],
         port=listen[1],
         resume_grace_ns=round(resume_grace_s * 1e9),
         max_step_ns=round(max_step_s * 1e9),
+        cuda_graphs=cuda_graphs == "on",
         **options,
     )
     if settings.num_kv_blocks is not None and settings.kv_cache_bytes is not None:
         message = "--num-kv-blocks and --kv-cache-bytes say the same thing: give one of them"
+        raise click.UsageError(message)
+    if settings.device != "cpu" and settings.tensor_parallel_size > 1:
+        message = "--tensor-parallel-size: several ranks compute on the CPU; leave --device at cpu"
         raise click.UsageError(message)
     if settings.max_num_batched_tokens < settings.max_num_seqs:
         message = (

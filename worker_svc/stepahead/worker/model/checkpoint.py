@@ -11,11 +11,13 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, read_config
 from stepahead.worker.model.family_source import FamilySource
 from stepahead.worker.model.gguf_parts import first_file
+from stepahead.worker.model.random_checkpoint import PREFIX as RANDOM_PREFIX
+from stepahead.worker.model.random_checkpoint import RandomCheckpoint
 from stepahead.worker.model.weights import SafetensorsSource, WeightSource
 
 SPEC_FORMS = (
     "a directory with config.json and safetensors or one GGUF model, a FILE.gguf (of several the first), a hub id "
-    "OWNER/NAME, or toy:NAME (score-table, running-sum, window-sum, tagged, sleep)"
+    "OWNER/NAME, toy:NAME (score-table, running-sum, window-sum, tagged, sleep), or random:NAME (llama-8b, llama-tiny)"
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -69,6 +71,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
     Raises:
         ModelError: nothing fits, or the model cannot be read or is not supported.
     """
+    if spec.startswith(RANDOM_PREFIX):
+        return RandomCheckpoint(spec)
     path = Path(spec).expanduser()
     if spec.endswith(".gguf"):
         if not path.is_file():

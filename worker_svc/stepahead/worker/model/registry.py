@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from stepahead.worker.errors import ModelError
-from stepahead.worker.runner import Runner
+from stepahead.worker.runner import LaunchingRunner, Runner
 from stepahead.worker.toy.hashed import SleepRunner, TaggedRunner
 from stepahead.worker.toy.lessons import ScoreTableRunner, WindowSumRunner, running_sum_runner
 from stepahead.worker.toy.options import PREFIX, ToySpec, parse_toy_spec
 
 if TYPE_CHECKING:
+    from stepahead.kernels.cuda.backend import Backend
     from stepahead.worker.ranks.place import RankPlace
 
 TOYS: dict[str, Callable[[ToySpec], Runner]] = {
@@ -25,6 +27,10 @@ TOYS: dict[str, Callable[[ToySpec], Runner]] = {
 
 
 KERNELS_ENV = "STEPAHEAD_CPU_KERNELS"
+
+
+DETERMINISTIC_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""What cuBLAS must find in the environment to give the same bits in every run."""
 
 
 def make_runner(
@@ -58,3 +64,45 @@ def make_runner(
     from stepahead.worker.model.cpu_runner import CpuRunner  # noqa: PLC0415 - a toy needs no torch
 
     return CpuRunner(spec, dtype, threads, kernels or os.environ.get(KERNELS_ENV) or "auto", place)
+
+
+def make_cuda_runner(
+    spec: str, device: str, *, dtype: str = "auto", graphs: bool = True, deterministic: bool = False
+) -> LaunchingRunner:
+    """Returns a runner on a GPU; nothing is read or downloaded before its `load`.
+
+    Args:
+        spec: a directory, a FILE.gguf or a hub id.
+        device: "cuda" or "cuda:N".
+        dtype: "auto", "bfloat16", "float16" or "float32".
+        graphs: see `CudaOptions`.
+        deterministic: see `CudaOptions`.
+
+    Raises:
+        ModelError: a toy, an unknown dtype, or no such GPU here.
+    """
+    if spec.startswith(PREFIX):
+        raise ModelError("toy models compute on the CPU: leave --device at cpu")
+    if deterministic:
+        os.environ.setdefault(*DETERMINISTIC_WORKSPACE)
+    from stepahead.worker.model.cuda_engine import CudaOptions  # noqa: PLC0415 - a toy needs no torch
+    from stepahead.worker.model.cuda_runner import CudaRunner  # noqa: PLC0415
+
+    return CudaRunner(spec, dtype, open_gpu(device), CudaOptions(graphs=graphs, deterministic=deterministic))
+
+
+@cache
+def open_gpu(device: str) -> Backend:
+    """Returns the one back end of a GPU in this process; raises `ModelError` where there is none.
+
+    Args:
+        device: "cuda" or "cuda:N".
+    """
+    from stepahead.kernels.cuda.cupy_backend import CupyBackend  # noqa: PLC0415 - imports torch
+    from stepahead.kernels.cuda.errors import KernelUnavailable  # noqa: PLC0415
+
+    _, _, index = device.partition(":")
+    try:
+        return CupyBackend(int(index or 0))
+    except KernelUnavailable as error:
+        raise ModelError(f"--device {device}: {error}") from error
