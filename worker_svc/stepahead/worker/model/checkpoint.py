@@ -17,7 +17,8 @@ from stepahead.worker.model.weights import SafetensorsSource, WeightSource
 
 SPEC_FORMS = (
     "a directory with config.json and safetensors or one GGUF model, a FILE.gguf (of several the first), a hub id "
-    "OWNER/NAME, toy:NAME (score-table, running-sum, window-sum, tagged, sleep), or random:NAME (llama-8b, llama-tiny)"
+    "OWNER/NAME, toy:NAME (score-table, running-sum, window-sum, tagged, sleep), or random:NAME (llama-8b, "
+    "llama-tiny)"
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
