@@ -145,7 +145,7 @@ def test_a_cache_of_a_device_takes_what_the_device_has_left() -> None:
     block_bytes = 4 * 8
     shape = size_cache(free(), FACTS, 1000 * block_bytes, fill=True)
     assert (shape.max_model_len, shape.num_blocks) == (64, 1000)
-    assert replace(shape, num_blocks=16) == step_limits(free(), FACTS)
+    assert replace(shape, num_blocks=16, group_of_layer=()) == step_limits(free(), FACTS)
 
 
 def test_sequences_get_shorter_before_the_start_fails() -> None:
