@@ -26,6 +26,8 @@ SHAPES = {
     "head-dim-16": {"head_dim": 16},
     "head-dim-64": {"head_dim": 64},
     "head-dim-80": {"head_dim": 80},
+    "head-dim-96": {"head_dim": 96, "num_heads": 9, "num_kv_heads": 3},
+    "head-dim-112": {"head_dim": 112, "num_heads": 5, "num_kv_heads": 1},
     "head-dim-128": {"head_dim": 128, "num_heads": 6},
     "head-dim-256": {"head_dim": 256, "num_heads": 2, "num_kv_heads": 1},
     "one-of-each": {"num_layers": 1, "hidden_size": 1, "intermediate_size": 1, "vocab_size": 2, "head_dim": 2},

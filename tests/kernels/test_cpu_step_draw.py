@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from stepahead.kernels.cpu.step.decoder_step import DrawColumns
+from stepahead.kernels.cpu.step.draw_columns import DrawColumns
 from stepahead.kernels.reference.sampling import RowSampling, sample_row
 from tests.kernels.step_model import available_sets, make_step, random_weights, shape_of
 
@@ -70,7 +70,7 @@ def test_wrong_draws_are_refused(step):
     rng = np.random.default_rng(5)
     logits = rng.normal(0, 1, (2, step._shape.vocab_size)).astype(np.float32)
     rows = np.array([0, 1])
-    with pytest.raises(ValueError, match=r"rows: 2 is outside 0\.\.1"):
+    with pytest.raises(ValueError, match=r"rows must be in 0\.\.1, not 1\.\.2"):
         step.draw(logits, DrawColumns(**{**columns(rng, rows, logits).arrays(), "rows": rows + 1}))
     with pytest.raises(ValueError, match="columns of draws equally long"):
         step.draw(logits, columns(rng, rows, logits, top_k=np.zeros(1, np.int32)))
@@ -78,3 +78,5 @@ def test_wrong_draws_are_refused(step):
         step.draw(logits[:, 1:], columns(rng, rows, logits))
     with pytest.raises(ValueError, match="without a finite largest logit"):
         step.draw(logits, DrawColumns(**{**columns(rng, rows, logits).arrays(), "largest": np.full(2, np.nan)}))
+    with pytest.raises(ValueError, match="temperatures must be positive"):
+        step.draw(logits, columns(rng, rows, logits, temperature=np.zeros(2, np.float32)))

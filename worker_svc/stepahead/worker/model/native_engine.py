@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable
-from stepahead.kernels.cpu.step.decoder_step import DecoderStep, DrawColumns
+from stepahead.kernels.cpu.step.decoder_step import DecoderStep
+from stepahead.kernels.cpu.step.draw_columns import DrawColumns
 from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
 from stepahead.kernels.cpu.step.step_shape import MixtureShape, StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from stepahead.kernels.cpu.step.draw_columns import DrawColumns, checked_columns
 from stepahead.kernels.cpu.step.library import (
     Batch,
     CacheDims,
@@ -35,15 +36,6 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 256
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
-_DRAW_DTYPES = {
-    "rows": np.int64,
-    "largest": np.float32,
-    "temperature": np.float32,
-    "top_p": np.float32,
-    "top_k": np.int32,
-    "min_p": np.float32,
-    "uniform": np.float64,
-}
 _OF_EXPERTS = (TensorKind.GATE, TensorKind.UP, TensorKind.DOWN)
 _NOT_OF_MIXTURES = (TensorKind.GATE_BIAS, TensorKind.UP_BIAS, TensorKind.DOWN_BIAS)
 
@@ -55,24 +47,6 @@ class StepOutputs:
     logits: NDArray[np.float32]  # [num_logits, vocab_size]
     best_ids: NDArray[np.int64]  # [num_logits], the lowest id of the largest logit
     best_logits: NDArray[np.float32]  # [num_logits], NaN where any logit is NaN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawColumns:
-    """Parameters of `DecoderStep.draw`, an entry per draw: those of `reference.sampling.RowSampling`."""
-
-    rows: NDArray[np.int64]
-    largest: NDArray[np.float32]
-    """Each row's largest logit, finite."""
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int32]
-    min_p: NDArray[np.float32]
-    uniform: NDArray[np.float64]
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """By name: contiguous, of the library's dtypes."""
-        return {name: np.ascontiguousarray(getattr(self, name), dtype) for name, dtype in _DRAW_DTYPES.items()}
 
 
 class DecoderStep:
@@ -321,15 +295,8 @@ class DecoderStep:
         """
         if not self._allocated:
             raise ValueError("allocate comes before the first draw")
-        columns = draws.arrays()
+        columns = checked_columns(logits, draws, self._shape.vocab_size)
         num_draws = len(columns["rows"])
-        if logits.ndim != 2 or logits.shape[1] != self._shape.vocab_size or logits.dtype != np.float32:
-            raise ValueError(f"logits must be float32 [any, {self._shape.vocab_size}]")
-        if not logits.flags.c_contiguous or any(column.shape != (num_draws,) for column in columns.values()):
-            raise ValueError("logits must be contiguous, and the columns of draws equally long")
-        check_range("rows", columns["rows"], len(logits))
-        if not np.isfinite(columns["largest"]).all():
-            raise ValueError("rows without a finite largest logit cannot be drawn from")
         token_ids = np.empty(num_draws, np.int64)
         batch = Draws(
             logits=logits.ctypes.data,

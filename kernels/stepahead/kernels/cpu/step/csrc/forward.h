@@ -230,7 +230,8 @@ void forward(step::Model& model, const step::Batch& batch, int thread) {
 
 template <class P>
 constexpr step::Kernels kernels_of() {
-  return {P::WIDTH, P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation), forward<P>, draw<P>, probe<P>};
+  return {P::WIDTH,   P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation),
+          forward<P>, draw<P>,  probe<P>};
 }
 
 }  // namespace
