@@ -23,6 +23,9 @@ from stepahead.cli.options import CONTEXT_SETTINGS
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView
 
+STEADY_SHARE = 0.8
+"""Of the sequences a worker may hold: where those who leave are missing, a step is a full one all the same."""
+
 CLIENT_NICENESS = 10
 """The client shares the cores with the servers it measures; it must not take them from them."""
 
@@ -69,6 +72,9 @@ class FrontEndFigures:
     boundary_to_plan_us_p50: float
     boundary_to_plan_us_p99: float
     idle_fraction: float
+    """Of the device while work waits, over all steps: the arrival of everybody at once is part of it."""
+    steady_idle_fraction: float
+    """The same over decode steps of nearly all sequences that a worker holds."""
     cpu_us_per_token: float
     """Scheduler CPU time per output token that was delivered."""
     cpu_share: float
@@ -94,7 +100,10 @@ async def run_crowd(ready: StackReady, crowd: Crowd, num_running: int, fresh_byt
     before = await workers_of(ready.address)
     async with ResourceWatch([ready.scheduler_pid]) as used:
         done = await drive(ready.address, crowd.requests(), multiplexed=shape.multiplexed)
-    steps = step_figures((await watched_steps(ready.address, before)).records)
+    records = (await watched_steps(ready.address, before)).records
+    width = STEADY_SHARE * min(num_running, shape.num_requests) / len(ready.workers)
+    steady = step_figures([record for record in records if record.rows == record.tokens >= width])
+    steps = step_figures(records)
     return FrontEndFigures(
         load=crowd.name,
         client="multiplex" if shape.multiplexed else "generate",
@@ -105,6 +114,7 @@ async def run_crowd(ready: StackReady, crowd: Crowd, num_running: int, fresh_byt
         boundary_to_plan_us_p50=steps.boundary_to_plan_us_p50,
         boundary_to_plan_us_p99=steps.boundary_to_plan_us_p99,
         idle_fraction=steps.idle_fraction,
+        steady_idle_fraction=steady.idle_fraction,
         cpu_us_per_token=1e6 * used.used_cpu_s / max(1, done.num_tokens),
         cpu_share=used.used_cpu_s / done.duration_s,
         memory_fresh_mib=fresh_bytes / 2**20,
@@ -227,8 +237,8 @@ def crowds_of(arguments: FrontEndArguments) -> list[Crowd]:
 
 def _table(rows: Sequence[FrontEndFigures]) -> Table:
     table = Table(title="the scheduler under many streams (medians)")
-    for name in ("load", "client", "requests", "running", "tok/s", "messages/s", "boundary to plan us p50/p99",
-                 "idle %", "scheduler us/token", "cores", "MiB fresh/peak/after", "KiB/request"):  # fmt: skip
+    for name in ("load", "client", "requests", "running", "tok/s", "messages/s", "to plan us p50/p99",
+                 "idle % all/steady", "us/token", "cores", "MiB fresh/peak/after", "KiB/request"):  # fmt: skip
         table.add_column(name, justify="left" if name in ("load", "client") else "right")
     for row in rows:
         table.add_row(
@@ -239,7 +249,7 @@ def _table(rows: Sequence[FrontEndFigures]) -> Table:
             f"{row.tokens_per_s:,.0f}",
             f"{row.messages_per_s:,.0f}",
             f"{row.boundary_to_plan_us_p50:.0f}/{row.boundary_to_plan_us_p99:.0f}",
-            f"{100 * row.idle_fraction:.2f}",
+            f"{100 * row.idle_fraction:.2f}/{100 * row.steady_idle_fraction:.2f}",
             f"{row.cpu_us_per_token:.1f}",
             f"{row.cpu_share:.2f}",
             f"{row.memory_fresh_mib:.0f}/{row.memory_peak_mib:.0f}/{row.memory_after_mib:.0f}",

@@ -1,16 +1,19 @@
-"""Options that `bench throughput` and `bench serve` share."""
+"""What the commands `bench throughput` and `bench serve` share: options, and the way from a session to a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import click
+from rich.console import Console
 from typing_extensions import override
 
-from stepahead.cli.bench_session import Subject
-from stepahead.cli.bench_workload import Shape, parse_shape
+from stepahead.cli.bench_report import report
+from stepahead.cli.bench_session import Findings, Subject, run_session
+from stepahead.cli.bench_workload import Shape, Workload, parse_shape
 from stepahead.cli.stack import StackOptions
 
 _Callback = TypeVar("_Callback", bound=Callable[..., object])
@@ -110,3 +113,15 @@ def subject_of(arguments: BenchArguments, *, max_num_seqs: int, max_model_len: i
         peers=arguments["vs"],
         with_roof=arguments["roof"],
     )
+
+
+def measure_and_report(
+    subject: Subject, cells_of: Callable[[int], Sequence[Callable[[int], Workload]]], arguments: BenchArguments
+) -> None:
+    """Runs the session and shows the figures; after an interruption or a failure, those of the runs before it."""
+    findings = Findings()
+    try:
+        asyncio.run(run_session(subject, cells_of, arguments["rounds"], Console(stderr=True), findings))
+    finally:
+        if findings.figures:
+            report(findings.figures, findings.peers, as_json=arguments["as_json"], plot_file=arguments["plot"])

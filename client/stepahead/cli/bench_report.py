@@ -61,7 +61,8 @@ def ratios_of(figures: Sequence[RunFigures]) -> list[Ratio]:
     for (workload, system), theirs in by_cell.items():
         if system == OURS:
             continue
-        ours = by_cell[workload, OURS]
+        # An interrupted round has a run of ours alone.
+        ours = by_cell[workload, OURS][: len(theirs)]
         found.append(
             Ratio(
                 workload,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -12,11 +11,8 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 import click
-from rich.console import Console
 
-from stepahead.cli.bench_options import BenchArguments, ShapeType, bench_options, subject_of
-from stepahead.cli.bench_report import report
-from stepahead.cli.bench_session import run_session
+from stepahead.cli.bench_options import BenchArguments, ShapeType, bench_options, measure_and_report, subject_of
 from stepahead.cli.bench_workload import PromptSource, Shape, WorkItem, Workload, poisson_arrivals
 from stepahead.cli.local_services import require_extras
 from stepahead.cli.options import CONTEXT_SETTINGS
@@ -77,8 +73,7 @@ def serve(**arguments: Unpack[ServeArguments]) -> None:
             return [partial(traced_arrivals, trace.stem, traced, vocab_size, seed)]
         return [partial(_poisson, shape, num_requests, rate, vocab_size, seed) for rate in rates or (1.0,)]
 
-    figures, facts = asyncio.run(run_session(subject, cells_of, arguments["rounds"], Console(stderr=True)))
-    report(figures, facts, as_json=arguments["as_json"], plot_file=arguments["plot"])
+    measure_and_report(subject, cells_of, arguments)
 
 
 def read_requests(trace: Path, *, limit: int, speed: float, scale: float) -> list[TracedRequest]:

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -128,8 +128,8 @@ class Session:
 
     async def measure(
         self, cells: Sequence[Callable[[int], Workload]], rounds: int, console: Console
-    ) -> list[RunFigures]:
-        """Runs every cell `rounds` times on every system, systems in turn: A B A B.
+    ) -> AsyncGenerator[RunFigures]:
+        """Runs every cell `rounds` times on every system, systems in turn: A B A B. Yields each run's figures.
 
         Args:
             cells: each makes its workload of a round, -1 for the warm-up; every round has other prompts.
@@ -139,7 +139,6 @@ class Session:
         Raises:
             StackError: a peer cannot run such a workload, or failed.
         """
-        figures: list[RunFigures] = []
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total}"))
         with Progress(
             *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
@@ -155,9 +154,8 @@ class Session:
                         if number < 0:
                             await system.run(shortened(workload, WARM_UP_TOKENS))
                         else:
-                            figures.append(await self._one(system, workload))
+                            yield await self._one(system, workload)
                         bar.advance(task)
-        return figures
 
     async def _one(self, system: System, workload: Workload) -> RunFigures:
         await asyncio.sleep(_SETTLE_S)
@@ -181,9 +179,23 @@ class Session:
             raise StackError(f"{system.name} takes no requests while others run: `bench throughput` compares it")
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a session has measured so far: an end half-way leaves what came before it."""
+
+    figures: list[RunFigures] = field(default_factory=list[RunFigures])
+    """Every run, in order."""
+    peers: dict[str, dict[str, object]] = field(default_factory=dict[str, dict[str, object]])
+    """What each peer says of itself."""
+
+
 async def run_session(
-    subject: Subject, cells_of: Callable[[int], Sequence[Callable[[int], Workload]]], rounds: int, console: Console
-) -> tuple[list[RunFigures], dict[str, dict[str, object]]]:
+    subject: Subject,
+    cells_of: Callable[[int], Sequence[Callable[[int], Workload]]],
+    rounds: int,
+    console: Console,
+    findings: Findings,
+) -> None:
     """Starts everything, measures, stops everything.
 
     Args:
@@ -191,17 +203,14 @@ async def run_session(
         cells_of: makes the cells for a vocabulary's size; see `Session.measure`.
         rounds: repetitions.
         console: for progress.
-
-    Returns:
-        Every run in order, and what each peer says of itself.
+        findings: where every run goes as soon as it has ended.
     """
-    figures: list[RunFigures] = []
-    facts: dict[str, dict[str, object]] = {}
 
     async def body(ready: StackReady | None) -> None:
-        async with _open_session(subject, ready, facts) as session:
+        async with _open_session(subject, ready, findings.peers) as session:
             os.nice(CLIENT_NICENESS)  # not before: the peers inherit it
-            figures.extend(await session.measure(cells_of(session.vocab_size), rounds, console))
+            async for figures in session.measure(cells_of(session.vocab_size), rounds, console):
+                findings.figures.append(figures)
 
     if subject.server is not None:
         await body(None)
@@ -209,7 +218,6 @@ async def run_session(
         require_extras("scheduler", "worker")
         with passing_log_dir(verbose=False) as log_dir, ConsoleView(Console(stderr=True, quiet=True)) as view:
             await run_stack(Stack(subject.options, view, log_dir=log_dir), body)
-    return figures, facts
 
 
 @asynccontextmanager

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Unpack
 
 import click
-from rich.console import Console
 
-from stepahead.cli.bench_options import BenchArguments, ShapeType, bench_options, subject_of
-from stepahead.cli.bench_report import report
-from stepahead.cli.bench_session import run_session
+from stepahead.cli.bench_options import BenchArguments, ShapeType, bench_options, measure_and_report, subject_of
 from stepahead.cli.bench_workload import Shape, Workload, closed_batch
 from stepahead.cli.options import CONTEXT_SETTINGS
 
@@ -43,8 +39,7 @@ def throughput(**arguments: Unpack[ThroughputArguments]) -> None:
     def cells_of(vocab_size: int) -> Sequence[Callable[[int], Workload]]:
         return [partial(_cell, shape, batch, vocab_size, seed) for shape in shapes for batch in batches]
 
-    figures, facts = asyncio.run(run_session(subject, cells_of, arguments["rounds"], Console(stderr=True)))
-    report(figures, facts, as_json=arguments["as_json"], plot_file=arguments["plot"])
+    measure_and_report(subject, cells_of, arguments)
 
 
 def _cell(shape: Shape, num_requests: int, vocab_size: int, seed: int, number: int) -> Workload:
