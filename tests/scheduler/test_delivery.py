@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, cast
 
-from stepahead.scheduler.delivery import SLICE, MessageBudget
+from stepahead.scheduler.delivery import PERIOD_S, SLICE, MessageBudget
 
 TICK_S = 1e-6
 """What running a callback takes, as on a real loop."""
@@ -87,7 +87,9 @@ def test_a_turn_wakes_a_slice_and_leaves_the_loop_free_in_between() -> None:
         it.request(Writer(name, turns))
     it.pump()
     assert turns == list(range(SLICE))
-    loop.advance(0.001)
+    loop.advance(PERIOD_S * 0.9)
+    assert turns == list(range(SLICE)), "boundaries have the loop to themselves"
+    loop.advance(PERIOD_S * 1.2)
     assert turns == list(range(3 * SLICE))
     assert loop.num_timers == 0
 
