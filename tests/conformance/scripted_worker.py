@@ -31,6 +31,7 @@ def worker_info(*, model: dict[str, Any] | None = None, **limits: Any) -> worker
     }
     return worker_pb2.GetWorkerInfoResponse(
         protocol_major=1,
+        protocol_minor=1,
         worker_instance_id="scripted-worker",
         model=worker_pb2.WorkerModel(**(facts | (model or {}))),
         limits=worker_pb2.WorkerLimits(**(sizes | limits)),

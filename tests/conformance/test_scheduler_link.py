@@ -340,6 +340,22 @@ async def test_a_worker_with_impossible_limits_is_refused() -> None:
         assert not any(task.done() for task in stack.server.cluster._tasks.values())
 
 
+@pytest.mark.parametrize(("major", "minor"), [(1, 0), (0, 9), (2, 1)])
+async def test_a_worker_that_would_ignore_fields_is_refused(
+    major: int, minor: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """V1: an older worker would sample without the penalties it was sent, and nobody would know."""
+    info = worker_info()
+    info.protocol_major, info.protocol_minor = major, minor
+    async with serve_script(info) as (worker, address), serve_scheduler(address) as stack:
+        await eventually(lambda: f"it speaks protocol {major}.{minor}" in capsys.readouterr().out)
+        assert worker.streams.empty()
+        assert stack.server.cluster.model is None
+        worker.info = worker_info()
+        worker.info.protocol_minor = 7  # newer ones know more
+        await worker.open()
+
+
 async def test_a_request_that_can_never_fit_is_refused() -> None:
     """G9, V3: within the context limit, but more than the whole cache."""
     async with (

@@ -24,7 +24,7 @@ from tests.worker.plans import start
 async def test_worker_info_states_model_and_limits() -> None:
     async with serve(FakeRunner) as server, connect(server) as stub:
         info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest())
-        assert (info.protocol_major, info.protocol_minor) == (1, 0)
+        assert (info.protocol_major, info.protocol_minor) == (1, 1)
         assert (info.model.name, info.model.vocab_size, info.model.dtype) == ("fake", 40, "int64")
         assert list(info.model.eos_token_ids) == [0]
         assert not info.model.HasField("bos_token_id")

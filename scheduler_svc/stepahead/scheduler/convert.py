@@ -36,6 +36,10 @@ _FAULTS = {
 }
 
 
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 1
+"""1: penalties, bans, log probabilities and KV groups. A worker of 0 would ignore these fields without a word."""
+
 GATE_WAIT_NS = 2_000_000_000
 """How long a step waits for its masks; a row without one then skips, and is fed again."""
 
@@ -195,6 +199,20 @@ def _logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> dict[Incarnation,
         )
         entry, best = entry + count, best_end
     return rows
+
+
+def lane_config_of(info: worker_pb2.GetWorkerInfoResponse) -> LaneConfig:
+    """The limits of a worker that knows every field this scheduler may send.
+
+    Raises:
+        ValueError: it does not, or a limit makes no sense; the message says which.
+    """
+    if info.protocol_major != PROTOCOL_MAJOR or info.protocol_minor < PROTOCOL_MINOR:
+        raise ValueError(
+            f"it speaks protocol {info.protocol_major}.{info.protocol_minor}, this scheduler needs "
+            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR} or a newer {PROTOCOL_MAJOR}: run both at the same version"
+        )
+    return lane_config_from_proto(info.limits)
 
 
 def lane_config_from_proto(limits: worker_pb2.WorkerLimits) -> LaneConfig:

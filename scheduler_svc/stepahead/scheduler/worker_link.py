@@ -21,7 +21,7 @@ from enum import Enum
 import grpc
 import structlog
 
-from stepahead.scheduler.convert import WireError, lane_config_from_proto
+from stepahead.scheduler.convert import PROTOCOL_MAJOR, PROTOCOL_MINOR, WireError, lane_config_of
 from stepahead.scheduler.core import CommitOutcome, LaneId, StepMismatch
 from stepahead.scheduler.flushes import Flushes
 from stepahead.scheduler.link_owner import LinkOwner, WorkerRefused
@@ -40,7 +40,6 @@ from stepahead.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger("worker_link")
 
-PROTOCOL_MAJOR = 1
 PING_INTERVAL_S = 0.5
 PONG_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0
@@ -187,9 +186,9 @@ class WorkerLink:
         self.state = LinkState.DIALLING
         self.info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=5.0)
         try:
-            lane_config_from_proto(self.info.limits)
+            lane_config_of(self.info)
         except ValueError as error:
-            raise WorkerRefused(f"its limits make no sense: {error}") from error
+            raise WorkerRefused(f"it cannot be used: {error}") from error
         await self._owner.adopt(self, stub)
         epoch = self._owner.next_epoch()
         self._forget_session()
@@ -262,6 +261,7 @@ class WorkerLink:
     def _open_message(self, epoch: int, generation: int) -> worker_pb2.OpenSession:
         message = worker_pb2.OpenSession(
             protocol_major=PROTOCOL_MAJOR,
+            protocol_minor=PROTOCOL_MINOR,
             scheduler_instance_id=self._instance_id,
             scheduler_epoch=epoch,
             model_fingerprint=self.info.model.fingerprint,
@@ -283,7 +283,7 @@ class WorkerLink:
         self._pong_at = time.monotonic()
         self.state = LinkState.OPEN
         if not resumed:
-            self._owner.open_lane(self, lane_config_from_proto(self.info.limits), opened.worker_epoch)
+            self._owner.open_lane(self, lane_config_of(self.info), opened.worker_epoch)
             return
         self.stats.num_resumes += 1
         self._outbox.clear()

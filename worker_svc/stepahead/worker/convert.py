@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from stepahead.worker.step_batch import StepRows
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
+"""1: penalties, bans, log probabilities and KV groups."""
 
 MAX_BUNDLE_CHUNK_BYTES = 1 << 20
 
