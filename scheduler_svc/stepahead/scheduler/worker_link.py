@@ -33,6 +33,7 @@ from stepahead.scheduler.worker_stream import (
     RETRIED,
     Call,
     EpochClosed,
+    Refusals,
     StreamNotOpened,
     open_stream,
 )
@@ -87,6 +88,7 @@ class WorkerLink:
         self._is_silent = False
         self._running_step_age_ns = 0
         self._flushes = Flushes()
+        self._refusals = Refusals()
         self._closing = False
         self._closed = asyncio.Event()
 
@@ -219,6 +221,7 @@ class WorkerLink:
         except StreamNotOpened as error:
             if error.status not in RETRIED:
                 raise EpochClosed(f"resume refused: {error}") from error
+            self._refusals.note(error, time.monotonic())
             await asyncio.sleep(FIRST_BACKOFF_S)
             return False
         return True
@@ -233,6 +236,7 @@ class WorkerLink:
         self.last_completed_step_id = 0
         self._running_step_age_ns = 0
         self._flushes.end()
+        self._refusals.forget()
 
     # -------------------------------------------------------------------------------------------- one stream
 
@@ -286,6 +290,7 @@ class WorkerLink:
             self._owner.open_lane(self, lane_config_of(self.info), opened.worker_epoch)
             return
         self.stats.num_resumes += 1
+        self._refusals.forget()
         self._outbox.clear()
         again = [*self._sent.again(opened.last_accepted_step_id), *self._flushes.unanswered()]
         for message in again:

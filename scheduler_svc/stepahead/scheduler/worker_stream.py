@@ -41,6 +41,36 @@ class StreamNotOpened(Exception):
         self.detail = detail
 
 
+class Refusals:
+    """Tells a worker that is gone from a network that is down while a session waits to be resumed.
+
+    A refused connection comes from a host that is there: nothing listens at the port, so the process that held the
+    session has ended. Only a second of that counts, as a proxy on the way may refuse for a moment too.
+    """
+
+    LASTING_S = 1.0
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def note(self, error: StreamNotOpened, now_s: float) -> None:
+        """After each failed attempt to resume.
+
+        Raises:
+            EpochClosed: nothing has listened for `LASTING_S`.
+        """
+        if "Connection refused" not in error.detail:  # grpcio gives the cause in words only
+            self._since = None
+        elif self._since is None:
+            self._since = now_s
+        elif now_s - self._since >= self.LASTING_S:
+            raise EpochClosed("the worker is gone: nothing listens at its address")
+
+    def forget(self) -> None:
+        """A stream stands, or a session is new."""
+        self._since = None
+
+
 async def open_stream(call: Call, message: worker_pb2.OpenSession, timeout_s: float) -> worker_pb2.SessionOpened:
     """Opens or resumes a session. A worker that says nothing (stopped, behind a dead network) is given up.
 
