@@ -88,4 +88,4 @@ async def _encode(field: str, size: int, encode: Callable[[], list[int]]) -> lis
             return await asyncio.get_running_loop().run_in_executor(None, encode)
         return encode()
     except TextError as error:
-        raise InvalidRequest([FieldViolation(field, str(error))]) from error
+        raise InvalidRequest([FieldViolation(field, str(error).removeprefix(f"{field}: "))]) from error

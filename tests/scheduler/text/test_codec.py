@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tokenizers import decoders
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from stepahead.scheduler.text.chat_template import ChatTemplate
@@ -129,6 +129,14 @@ def test_k8_a_panic_of_the_native_code_is_a_typed_error():
         decoders.Strip("_", 1, 1).decode(["_"])
     with pytest.raises(KeyboardInterrupt), panics_as(EncodeError, "text"):
         raise KeyboardInterrupt
+
+
+def test_a_word_the_tokenizer_cannot_take_is_a_typed_error():
+    """A vocabulary without an unknown token; the library raises a bare Exception."""
+    codec = TextCodec(Tokenizer(models.WordLevel({"once": 0}, unk_token="[UNK]")))
+    assert codec.encode("once") == [0]
+    with pytest.raises(EncodeError, match=r"text: the tokenizer cannot take it: .*\[UNK\]"):
+        codec.encode("upon")
 
 
 def test_ids_beyond_the_vocabulary_have_no_text():

@@ -7,6 +7,7 @@ from it under the same limits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -104,6 +105,9 @@ def _first_words(text: str) -> str:
     # Panics and parser errors carry a stack or a state dump behind the message.
     for marker in ("<backtrace>", "<state>"):
         text = text.split(marker, maxsplit=1)[0]
+    # Around the reason stand the expression with an arrow under it, and the grammar we have put it into.
+    if reason := re.search(r"regex parse error:.*?^error: ([^\n]+)", text, re.DOTALL | re.MULTILINE):
+        text = f"not a regular expression we can follow: {reason[1]}"
     text = text.strip()
     return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
 
