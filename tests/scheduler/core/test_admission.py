@@ -293,3 +293,16 @@ def test_placement_skips_a_lane_that_cannot_hold_the_request() -> None:
     driver.reopen(OTHER_LANE, epoch=2, max_model_len=8)
     assert driver.plan(LANE) is None
     assert admitted(driver) == []
+
+
+def test_a_lane_that_comes_back_is_tried_even_if_all_looks_as_before() -> None:
+    """O8: nobody found a place beside request 1; the same number of requests waits for an empty lane now."""
+    driver = Driver.of(num_blocks=4, block_size=4)
+    for key in (1, 2, 3):
+        driver.add(key, 12, max_tokens=2)
+    assert driver.must_plan().row_slots == (0,)
+    driver.must_plan()
+    driver.scheduler.lose_lane(LANE)
+    driver.scheduler.abort(RequestKey(3))
+    driver.scheduler.open_lane(LANE, make_lane_config(num_blocks=4, block_size=4), epoch=2)
+    assert [event.key for event in driver.scheduler.plan(LANE).admitted] == [1]

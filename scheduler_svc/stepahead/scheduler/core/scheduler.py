@@ -82,6 +82,7 @@ class Scheduler:
         cache_model = self.config.model if self.config.prefix_caching else None
         depth = self.config.overlap_depth
         self.lanes[lane_id] = Lane(lane_id, config, epoch, overlap_depth=depth, cache_model=cache_model)
+        self._no_room = None  # a new lane counts its changes from 0, as the one before it did
 
     def lose_lane(self, lane_id: LaneId) -> tuple[Preempted, ...]:
         """The worker's state is void. Its sequences wait again, at their old place, with their whole history.
