@@ -1,7 +1,8 @@
 """A tiny service for tests of supervision: python fake_service.py ROLE MODE JOURNAL [flags of a real service].
 
 It appends what happens to it to JOURNAL, one line each. Modes: ok; fail (gives up while loading); die (ends
-by itself once DIE is in the journal); deaf (never ready, ignores SIGTERM); sour (exit code 5 when stopped).
+by itself once DIE is in the journal); deaf (never ready, ignores SIGTERM); sour (exit code 5
+when stopped); refuse (a scheduler that takes no worker, and goes on).
 """
 
 import json
@@ -40,7 +41,9 @@ if mode == "fail":
     sys.stderr.write("first line of the log\nlast line of the log\n")
     announce(event="failed", message="no such model")
     sys.exit(3)
-if mode != "deaf":
+if mode == "refuse":
+    announce(event="refused", worker="127.0.0.1:1", message="max_model_len is odd")
+elif mode != "deaf":
     announce(event="something-newer")
     announce(
         event="ready", model="fake", device="cpu", dtype="float32", num_blocks=10, block_size=16,

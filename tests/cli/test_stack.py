@@ -110,6 +110,13 @@ async def test_scheduler_that_fails_takes_the_workers_down_in_order(services: Se
     assert services.ends() == ["worker SIGTERM"]
 
 
+async def test_worker_that_is_refused_ends_the_start_with_the_reason(services: Services):
+    with pytest.raises(StackError, match=r"refused the worker at 127\.0\.0\.1:1: max_model_len is odd") as caught:
+        await run_stack(services.stack(scheduler="refuse"), wait_for_ever)
+    assert str(services.folder / "scheduler.log") in caught.value.advice
+    assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM"]
+
+
 async def test_child_that_dies_later_cancels_the_body_and_stops_the_rest(services: Services):
     async def body(ready: StackReady) -> None:
         with services.journal.open("a") as file:

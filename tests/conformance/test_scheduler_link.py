@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -398,10 +400,19 @@ async def test_a_worker_that_does_not_fit_is_refused_and_logged(
     async with serve_script(other) as (worker, second):
         if fault == "a bundle without its digest":
             worker.bundle = [worker_pb2.GetTokenizerBundleResponse(data=b"x", sha256="0" * 64)]
-            async with serve_scheduler(second) as stack:
-                await eventually(lambda: worker.num_info_calls > 0)
-                await eventually(lambda: "worker refused" in capsys.readouterr().out)
-                assert stack.server.cluster.model is None
+            read_fd, write_fd = os.pipe()
+            try:
+                async with serve_scheduler(second, announce_fd=write_fd) as stack:
+                    await eventually(lambda: worker.num_info_calls > 0)
+                    await eventually(lambda: "worker refused" in capsys.readouterr().out)
+                    assert stack.server.cluster.model is None
+                told = [json.loads(line) for line in os.read(read_fd, 4096).splitlines()]
+            finally:
+                os.close(read_fd)
+                os.close(write_fd)
+            reason = "its tokenizer bundle does not match its digest"
+            assert told[0]["event"] == "listening"
+            assert told[1] == {"event": "refused", "worker": second, "message": reason}
             return
         async with serve_script() as (first, address), serve_scheduler(address, second) as stack:
             worker.is_loading = True

@@ -162,6 +162,12 @@ def test_sequences_get_shorter_before_the_start_fails() -> None:
         ({"max_model_len": 32}, 4 * 7 * 32, "holds 7 blocks of 4 tokens .* needs 8 .*lower --max-model-len"),
         ({"max_model_len": 32, "kv_cache_bytes": 100}, 1 << 30, "raise --num-kv-blocks or --kv-cache-bytes"),
         ({"max_model_len": 65}, 1 << 30, "more than the 64 positions"),
+        (
+            {"kv_cache_bytes": 1},
+            0,
+            r"one sequence of 2 tokens, the shortest there is, needs 1 \(32 bytes\): raise ",
+        ),
+        ({"num_kv_blocks": 1, "block_size": 1}, 0, "holds 1 blocks of 1 tokens .*2 tokens.* needs 2 "),
     ],
 )
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(
@@ -176,6 +182,11 @@ def test_a_model_without_cache_needs_blocks_not_bytes() -> None:
     assert size_cache(free(), facts, 0).num_blocks == 48
     with pytest.raises(ModelError, match="no KV cache"):
         size_cache(free(kv_cache_bytes=100), facts, 0)
+
+
+def test_a_model_of_one_position_is_refused() -> None:
+    with pytest.raises(ModelError, match="supports 1 positions, the least is 2"):
+        size_cache(free(), replace(FACTS, max_context_tokens=1), 1 << 30)
 
 
 def test_long_contexts_are_cut_to_a_default() -> None:

@@ -3,6 +3,7 @@
 {"event": "listening", "address": "127.0.0.1:41234"}
 {"event": "progress", "what": "weights", "done": BYTES, "total": BYTES}
 {"event": "ready", ...facts}
+{"event": "refused", "worker": "127.0.0.1:41235", "message": "..."}
 {"event": "failed", "message": "..."}
 """
 
@@ -52,13 +53,21 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """The scheduler does not take the worker at this HOST:PORT, and why. It goes on and asks again."""
+
+    worker: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The service gives up, and why."""
 
     message: str
 
 
-Announcement: TypeAlias = Listening | Progress | Ready | Failed
+Announcement: TypeAlias = Listening | Progress | Ready | Refused | Failed
 
 
 def parse_announcement(line: bytes) -> Announcement | None:
@@ -75,6 +84,8 @@ def parse_announcement(line: bytes) -> Announcement | None:
                 return Progress(str(fields["what"]), _count(fields, "done"), _count(fields, "total"))
             case "ready":
                 return Ready({name: value for name, value in fields.items() if name != "event"})
+            case "refused":
+                return Refused(str(fields["worker"]), str(fields["message"]))
             case "failed":
                 return Failed(str(fields["message"]))
             case _:

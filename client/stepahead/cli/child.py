@@ -122,12 +122,16 @@ class Child:
         with self.log_path.open(encoding="utf-8", errors="replace") as lines:
             return tuple(line.rstrip() for line in deque(lines, maxlen=_NUM_TAIL_LINES))
 
+    def where_its_log_is(self) -> str:
+        """Where to read more, for a person."""
+        if self.log_path is None:
+            return "its log is above"
+        return f"its whole log is in {self.log_path}; -v shows logs as they are written"
+
     def _advice(self, return_code: int) -> str:
         if return_code == -9:
             return (
                 "something killed it, most likely the system when memory ran out: "
                 "try fewer --workers, a smaller --kv-cache-bytes or a smaller model"
             )
-        if self.log_path is None:
-            return "its log is above"
-        return f"its whole log is in {self.log_path}; -v shows logs as they are written"
+        return self.where_its_log_is()

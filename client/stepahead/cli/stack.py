@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from stepahead.cli.announcements import Failed, Listening, Progress, Ready
+from stepahead.cli.announcements import Failed, Listening, Progress, Ready, Refused
 from stepahead.cli.child import Child
 from stepahead.cli.failures import StackError, StackInterrupted, describe_exit
 
@@ -219,6 +219,12 @@ class Stack:
                     if child is not self._scheduler:
                         self._view.worker_ready(child.name)
                     return address, announcement
+                case Refused():
+                    # It would ask again for ever, and a worker of ours does not change.
+                    raise StackError(
+                        f"the scheduler refused the worker at {announcement.worker}: {announcement.message}",
+                        advice=child.where_its_log_is(),
+                    )
                 case Failed():
                     # The process ends by itself after this; its exit code and log complete the story.
                     break

@@ -39,6 +39,8 @@ class Cluster:
         """Of the served model, if it has a tokenizer. Its engine is loaded by the first constraint."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a lane opens or is lost."""
+        self.on_worker_refused: Callable[[str, str], None] = lambda _address, _reason: None
+        """Called with the address of a worker that cannot join, and why, each time it is asked."""
         self._engine = engine
         engine.on_fatal = end_process
         self._epoch = 0
@@ -163,6 +165,11 @@ class Cluster:
             if codec is not None:
                 self.compiler = ConstraintCompiler(partial(token_table, codec, self.model.vocab_size))
             log.info("model served", model=self.model.name, max_model_len=self.model.max_model_len)
+
+    def on_refused(self, link: WorkerLink, reason: str) -> None:
+        """Logs it and passes it on."""
+        log.error("worker refused", worker=link.address, reason=reason)
+        self.on_worker_refused(link.address, reason)
 
     def next_epoch(self) -> int:
         """Epochs count from 1 within this process; the instance id tells processes apart."""

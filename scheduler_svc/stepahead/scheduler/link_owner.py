@@ -22,6 +22,10 @@ class LinkOwner(Protocol):
         """Checks link.info against the served model (or serves it). Raises WorkerRefused."""
         ...
 
+    def on_refused(self, link: WorkerLink, reason: str) -> None:
+        """The worker cannot join as it is, or not yet."""
+        ...
+
     def next_epoch(self) -> int:
         """A scheduler epoch larger than every earlier one of this process."""
         ...

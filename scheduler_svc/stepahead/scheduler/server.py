@@ -58,6 +58,7 @@ class Server:
         self._health: Any = health_module.aio.HealthServicer()
         self._grpc = grpc.aio.server(interceptors=[RequestDecoding()], options=SERVER_OPTIONS)
         self._announced_ready = False
+        self.cluster.on_worker_refused = self._announce_refused
 
     async def start(self) -> None:
         """Listens and starts dialling workers.
@@ -132,6 +133,11 @@ class Server:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *SERVICES):
             await self._health.set(service, status)
+
+    def _announce_refused(self, address: str, reason: str) -> None:
+        """Whoever waits for us to be ready may wait for ever; later, a log line is enough."""
+        if not self._announced_ready:
+            self._announce({"event": "refused", "worker": address, "message": reason})
 
     def _announce(self, event: dict[str, object]) -> None:
         """One JSON line for whoever started us (`stepahead up`)."""

@@ -166,7 +166,7 @@ class WorkerLink:
                     await self._session(worker_pb2_grpc.WorkerServiceStub(channel))
                 backoff_s = FIRST_BACKOFF_S
             except WorkerRefused as error:
-                log.error("worker refused", worker=self.address, reason=str(error))
+                self._owner.on_refused(self, str(error))
                 backoff_s = LAST_BACKOFF_S
             except grpc.aio.AioRpcError as error:
                 # Loading, restarting, unreachable: back-off belongs to the session, not to the channel.

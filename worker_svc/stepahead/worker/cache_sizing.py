@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stepahead.worker.settings import WorkerSettings
 
 DEFAULT_MAX_MODEL_LEN = 4096
+MIN_MODEL_LEN = 2
+"""One token of a prompt and one of output; a scheduler refuses a worker that holds less."""
 MEMORY_SHARE = 0.25
 """Of the host's available memory, for a cache whose size was not given."""
 
@@ -76,13 +78,17 @@ def size_cache(
         fill: the memory is for the cache alone: one whose size was not given takes all, to keep more prefixes.
 
     Raises:
-        ModelError: not even one sequence of max_model_len fits, or the model's context is shorter.
+        ModelError: not even one sequence of max_model_len (not given: of two tokens) fits, or the model's
+            context is shorter.
     """
     if settings.max_model_len is not None and settings.max_model_len > facts.max_context_tokens:
         message = (
             f"--max-model-len {settings.max_model_len} is more than the {facts.max_context_tokens} positions "
             f"{facts.name} supports"
         )
+        raise ModelError(message)
+    if facts.max_context_tokens < MIN_MODEL_LEN:
+        message = f"{facts.name} supports {facts.max_context_tokens} positions, the least is {MIN_MODEL_LEN}"
         raise ModelError(message)
     length = settings.max_model_len or min(facts.max_context_tokens, DEFAULT_MAX_MODEL_LEN)
     windows = [window if window < length else 0 for window in facts.layer_windows] or [0]
@@ -166,15 +172,19 @@ def _lengths_held(settings: WorkerSettings, groups: list[_Layers], blocks: list[
 
 
 def _check_fits(settings: WorkerSettings, group: _Layers, num_blocks: int, length: int) -> None:
-    needed = group.blocks_of_one(length, settings)
-    if length and num_blocks >= needed:
+    least = max(length, MIN_MODEL_LEN)
+    needed = group.blocks_of_one(least, settings)
+    if num_blocks >= needed:
         return
-    needed = max(needed, 1)
+    if settings.max_model_len is None:
+        what, remedy = f"{least} tokens, the shortest there is,", "raise"
+    else:
+        what, remedy = f"--max-model-len {least}", "lower --max-model-len, or raise"
     kind = f" for windows of {group.window}" if group.window else ""
     message = (
         f"the KV cache holds {num_blocks} blocks of {settings.block_size} tokens{kind} "
-        f"({num_blocks * group.block_bytes} bytes), one sequence of max_model_len {length} needs {needed} "
-        f"({needed * group.block_bytes} bytes): lower --max-model-len, or raise --num-kv-blocks or --kv-cache-bytes"
+        f"({num_blocks * group.block_bytes} bytes), one sequence of {what} needs {needed} "
+        f"({needed * group.block_bytes} bytes): {remedy} --num-kv-blocks or --kv-cache-bytes"
     )
     raise ModelError(message)
 

@@ -197,7 +197,7 @@ _OPTIONS = (
     ),
     click.option(
         "--max-model-len",
-        type=_POSITIVE,
+        type=click.IntRange(min=2),
         default=None,
         help="Longest sequence; default: the model's context, at most 4096 and what the cache holds.",
     ),
