@@ -291,6 +291,16 @@ async def test_banner_names_everything_a_user_needs(services: Services):
         assert part in text
 
 
+async def test_banner_counts_no_more_sequences_than_may_run(services: Services):
+    console = Console(width=100, record=True, file=io.StringIO())
+
+    async def body(ready: StackReady) -> None:
+        console.print(banner(ready, StackOptions(model="m"), services.folder))
+
+    await run_stack(services.stack(workers=2, worker_flags=("--roomy",)), body)
+    assert "up to 4 sequences, 4.00 of the full 64 tokens" in console.export_text()
+
+
 def test_console_view_shows_a_bar_per_worker_and_ends_cleanly():
     console = Console(force_terminal=True, width=80, record=True, file=io.StringIO())
     with ConsoleView(console) as view:

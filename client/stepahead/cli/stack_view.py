@@ -80,7 +80,10 @@ def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Pa
     """What runs, how much it can hold, how to try it and how to stop it."""
     first = ready.workers[0]
     cache_bytes = sum(worker.number("kv_cache_bytes") for worker in ready.workers)
-    num_concurrent = sum(worker.amount("num_concurrent") for worker in ready.workers)
+    # A cache may have room for more, which keeps prefixes.
+    num_concurrent = sum(
+        min(worker.amount("num_concurrent"), worker.number("max_num_seqs")) for worker in ready.workers
+    )
     num_seqs = sum(worker.number("max_num_seqs") for worker in ready.workers)
     max_model_len = first.number("max_model_len")
     rows = Table.grid(padding=(0, 2))
