@@ -202,6 +202,7 @@ async def test_first_signal_drains_in_order(services: Services, signal_number: i
     with pytest.raises(StackInterrupted) as caught:
         await run_stack(services.stack(), body)
     assert not caught.value.killed
+    assert caught.value.served
     assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM"]
     assert services.view.seen[-1] == "stopping"
 
@@ -233,6 +234,7 @@ async def test_second_signal_kills_a_child_that_hangs(services: Services):
         await run_stack(services.stack(worker="deaf"), wait_for_ever)
     await interrupter
     assert caught.value.killed
+    assert not caught.value.served
     assert services.ends() == ["worker SIGTERM"]
 
 

@@ -48,11 +48,15 @@ class StackError(Exception):
 
 
 class StackInterrupted(Exception):
-    """The user asked the locally started services to stop. `killed` says that they asked twice."""
+    """The user asked the locally started services to stop.
 
-    def __init__(self, *, killed: bool) -> None:
+    `killed` says that they asked twice, `served` that everything had started before.
+    """
+
+    def __init__(self, *, killed: bool, served: bool) -> None:
         super().__init__("interrupted")
         self.killed = killed
+        self.served = served
 
 
 def exit_code_of(error: StepaheadError) -> int:

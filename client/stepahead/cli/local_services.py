@@ -77,6 +77,15 @@ def make_log_dir(log_dir: Path | None, *, verbose: bool) -> Path | None:
 
 
 @contextmanager
+def kept_log_dir(log_dir: Path | None, *, verbose: bool) -> Generator[Path | None, None, None]:
+    """As `make_log_dir`, for a run that ends when it is told to: a temporary folder goes if the run ends well."""
+    logs = make_log_dir(log_dir, verbose=verbose)
+    yield logs
+    if log_dir is None:
+        _remove(logs)
+
+
+@contextmanager
 def passing_log_dir(*, verbose: bool) -> Generator[Path | None, None, None]:
     """As `make_log_dir`, for a run that ends by itself: the folder stays only if the run fails."""
     log_dir = make_log_dir(None, verbose=verbose)

@@ -256,9 +256,12 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
     The first SIGINT, SIGTERM or SIGHUP cancels `body` and stops the stack in order, the second kills it; both
     end in StackInterrupted. A child that ends by itself cancels `body` and ends in StackError.
     """
+    served = False
 
     async def serve() -> _T:
+        nonlocal served
         ready = await stack.start()
+        served = True
         return await _unless_death(body(ready), stack.watch())
 
     loop = asyncio.get_running_loop()
@@ -284,7 +287,7 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
         await stack.stop()
         if num_signals == 0:
             raise
-        raise StackInterrupted(killed=num_signals > 1) from None
+        raise StackInterrupted(killed=num_signals > 1, served=served) from None
     except Exception as error:
         await _stop_after(error, stack)
         raise

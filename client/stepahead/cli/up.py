@@ -7,8 +7,8 @@ from typing import Unpack
 import click
 from rich.console import Console
 
-from stepahead.cli.failures import EXIT_INTERRUPTED, StackInterrupted
-from stepahead.cli.local_services import make_log_dir, require_extras, require_free_port
+from stepahead.cli.failures import StackInterrupted
+from stepahead.cli.local_services import kept_log_dir, require_extras, require_free_port
 from stepahead.cli.options import CONTEXT_SETTINGS, StackArguments, stack_options
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView, banner
@@ -22,24 +22,28 @@ from stepahead.cli.stack_view import ConsoleView, banner
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for logs [default: a temporary one].",
+    help="Folder for logs [default: a temporary one, removed after a clean stop].",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
 def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[StackArguments]) -> None:
     """Serve a model: start a scheduler and its workers on this machine.
 
     Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends it at
-    once.
+    once. Exit code 0 after requests have finished in order, 130 if it was interrupted before it served.
     """
     require_extras("scheduler", "worker")
     require_free_port(listen)
     options = StackOptions(listen=listen, **arguments)
-    logs = make_log_dir(log_dir, verbose=verbose)
-    try:
-        asyncio.run(_serve(options, logs))
-    except StackInterrupted as interrupted:
-        if interrupted.killed:
-            raise SystemExit(EXIT_INTERRUPTED) from None
+    with kept_log_dir(log_dir, verbose=verbose) as logs:
+        try:
+            asyncio.run(_serve(options, logs))
+        except StackInterrupted as interrupted:
+            # Ctrl-C is how a server ends; before it serves, and in a hurry, it is an interrupt.
+            if not interrupted.served:
+                where = "" if logs is None else f"; logs are in {logs}"
+                click.echo(f"interrupted before it served{where}", err=True)
+            if interrupted.killed or not interrupted.served:
+                raise
 
 
 async def _serve(options: StackOptions, log_dir: Path | None) -> None:
