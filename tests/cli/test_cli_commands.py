@@ -14,7 +14,7 @@ import pytest
 from google.rpc import status_pb2
 
 from stepahead.cli import entry, local_services, main, services
-from stepahead.cli.failures import StackError, describe
+from stepahead.cli.failures import describe
 from stepahead.cli.generate import generate
 from stepahead.client.errors import ErrorDetails, FieldViolation, InvalidRequestError
 from stepahead.v1 import generation_pb2
@@ -479,8 +479,3 @@ def test_every_command_explains_itself(stepahead):
         assert stepahead(command, "--help").exit_code == 0
     assert "demo" not in listing
     assert stepahead("nothing").exit_code == 2
-
-
-def test_a_port_over_65535_is_refused_before_anything_loads():
-    with pytest.raises(StackError, match="port 70000 is over 65535"):
-        local_services.require_free_port("127.0.0.1:70000")

@@ -9,6 +9,8 @@ from click.testing import Result
 
 from stepahead.cli import up as up_command
 from stepahead.cli.failures import StackError, StackInterrupted
+from stepahead.cli.options import ListenAddress, Overlap, Size
+from stepahead.worker.settings import parse_size
 
 
 @pytest.fixture
@@ -56,3 +58,57 @@ def test_a_chosen_log_folder_stays(up, tmp_path):
     logs = tmp_path / "logs"
     assert up(StackInterrupted(killed=False, served=True), "--log-dir", str(logs)).exit_code == 0
     assert (logs / "worker.log").exists()
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--tensor-parallel-size", "0", "0 is not in the range 1<=x<=1024"),
+        ("--block-size", "0", "0 is not in the range 1<=x<=1024"),
+        ("--block-size", "1025", "1025 is not in the range"),
+        ("--max-num-seqs", "0", "range 1<=x<="),
+        ("--max-num-batched-tokens", "-3", "range 1<=x<="),
+        ("--max-num-batched-tokens", "2147483648", "range 1<=x<=2147483647"),
+        ("--num-kv-blocks", "0", "range 1<=x<="),
+        ("--max-model-len", "1", "range 2<=x<="),
+        ("--threads", "5000", "1<=x<=256"),
+        ("--kv-cache-bytes", "5XB", "'5XB' is not a size; write for example 2GiB"),
+        ("--kv-cache-bytes", "2gib", "is not a size"),
+        ("--kv-cache-bytes", "0", "at least 1 byte"),
+        ("--overlap", "9", "'9' is not on, off or a depth from 0 to 8"),
+        ("--overlap", "-1", "is not on, off or a depth"),
+    ],
+)
+def test_wrong_values_are_usage_errors_that_name_the_option(stepahead, command, option, value, said):
+    result = stepahead(command, "--model", "toy:score-table", option, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.stderr
+    assert said in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("foo", "'foo' is not HOST:PORT"),
+        (":50051", "is not HOST:PORT"),
+        ("host:http", "is not HOST:PORT"),
+        ("::1:50051", "is not HOST:PORT"),
+        ("127.0.0.1:70000", "port 70000 is over 65535"),
+        ("unix:", "is not HOST:PORT"),
+    ],
+)
+def test_wrong_addresses_are_usage_errors(stepahead, address, said):
+    result = stepahead("up", "--model", "toy:score-table", "--listen", address)
+    assert (result.exit_code, "Invalid value for '--listen'" in result.stderr) == (2, True)
+    assert said in result.stderr
+
+
+def test_right_values_are_passed_on_as_given():
+    for text in ("1048576", "2GiB", "500MB", "1.5 KiB", "7B", "3kB"):
+        assert Size().convert(text, None, None) == text
+        assert parse_size(text) > 0
+    for text in ("on", "off", "0", "8"):
+        assert Overlap().convert(text, None, None) == text
+    for text in ("0.0.0.0:0", "[::1]:80", "localhost:65535", "unix:/run/stepahead"):
+        assert ListenAddress().convert(text, None, None) == text

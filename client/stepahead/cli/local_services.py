@@ -42,10 +42,6 @@ def require_free_port(listen: str) -> None:
     An address that cannot be checked here is left to the scheduler, which binds it for good.
     """
     host, _, port = listen.rpartition(":")
-    if port.isdecimal() and int(port) >= 2**16:
-        raise StackError(
-            f"cannot listen at {listen}: port {port} is over 65535", advice="choose --listen HOST:PORT"
-        )
     if not host or not port.isdecimal() or int(port) == 0:
         return
     try:

@@ -5,6 +5,7 @@ STEPAHEAD_MAX_TOKENS. An option that would read the wrong variable that way name
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -19,6 +20,10 @@ CONTEXT_SETTINGS: dict[str, object] = {
     "show_default": True,
     "help_option_names": ["-h", "--help"],
 }
+
+# What a field of the protocol and the compiled step can hold.
+_MOST = 2**31 - 1
+_COUNT = click.IntRange(1, _MOST)
 
 _Callback = TypeVar("_Callback", bound=Callable[..., object])
 
@@ -90,6 +95,56 @@ class Seconds(click.FloatRange):
         if math.isnan(seconds):
             self.fail("nan is no number of seconds", param, ctx)
         return seconds
+
+
+class Size(click.ParamType[str]):
+    """A number of bytes, as the worker reads it; the text is passed on."""
+
+    name = "SIZE"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Checks the option's text."""
+        text = str(value)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:[kKMGT]i?B|B)?\s*", text, re.ASCII)
+        if match is None:
+            self.fail(f"{text!r} is not a size; write for example 2GiB, 500MB or a number of bytes", param, ctx)
+        if float(match[1]) == 0:
+            self.fail("must be at least 1 byte", param, ctx)
+        return text
+
+
+class Overlap(click.ParamType[str]):
+    """How many steps are planned ahead, as the scheduler reads it."""
+
+    name = "on|off|DEPTH"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Checks the option's text."""
+        text = str(value)
+        if not re.fullmatch("on|off|[0-8]", text):
+            self.fail(f"{text!r} is not on, off or a depth from 0 to 8", param, ctx)
+        return text
+
+
+class ListenAddress(click.ParamType[str]):
+    """HOST:PORT, a host with colons in brackets, or unix:PATH."""
+
+    name = "HOST:PORT"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Checks the option's text; whether the host exists and the port is free shows later."""
+        text = str(value)
+        if re.fullmatch("unix:.+", text):
+            return text
+        match = re.fullmatch(r"(\[[^\[\]]+\]|[^:\s]+):([0-9]{1,5})", text)
+        if match is None:
+            self.fail(f"{text!r} is not HOST:PORT", param, ctx)
+        if int(match[2]) >= 2**16:
+            self.fail(f"{text!r}: port {match[2]} is over 65535", param, ctx)
+        return text
 
 
 class StackArguments(TypedDict):
@@ -232,17 +287,23 @@ def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], 
                 ),
                 click.option("--workers", type=click.IntRange(1, 64), default=1, help="Worker processes."),
                 click.option(
-                    "--overlap", metavar="on|off|DEPTH", help="Plan steps before the tokens they follow are known."
+                    "--overlap", type=Overlap(), help="Plan steps before the tokens they follow are known."
                 ),
                 click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"])),
-                click.option("--max-num-seqs", type=int, help="Sequences per worker at once."),
-                click.option("--max-num-batched-tokens", type=int, help="Tokens per step."),
-                click.option("--max-model-len", type=int, help="Positions per sequence."),
-                click.option("--block-size", type=int, help="Tokens per KV block."),
-                click.option("--num-kv-blocks", type=int, help="KV blocks per worker."),
-                click.option("--kv-cache-bytes", metavar="SIZE", help="KV cache per worker, such as 2GiB."),
-                click.option("--tensor-parallel-size", type=int, help="Processes per worker that share the model."),
-                click.option("--threads", type=int, help="Threads per process; several share the cores."),
+                click.option("--max-num-seqs", type=_COUNT, help="Sequences per worker at once."),
+                click.option("--max-num-batched-tokens", type=_COUNT, help="Tokens per step."),
+                click.option("--max-model-len", type=click.IntRange(2, _MOST), help="Positions per sequence."),
+                click.option("--block-size", type=click.IntRange(1, 1024), help="Tokens per KV block."),
+                click.option("--num-kv-blocks", type=_COUNT, help="KV blocks per worker."),
+                click.option("--kv-cache-bytes", type=Size(), help="KV cache per worker, such as 2GiB."),
+                click.option(
+                    "--tensor-parallel-size",
+                    type=click.IntRange(1, 1024),
+                    help="Processes per worker that share the model.",
+                ),
+                click.option(
+                    "--threads", type=click.IntRange(1, 256), help="Threads per process; several share the cores."
+                ),
                 click.option("--log-format", type=click.Choice(["console", "json"])),
                 click.option(
                     "--drain-timeout",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from stepahead.cli.failures import StackInterrupted
 from stepahead.cli.local_services import kept_log_dir, require_extras, require_free_port
-from stepahead.cli.options import CONTEXT_SETTINGS, StackArguments, stack_options
+from stepahead.cli.options import CONTEXT_SETTINGS, ListenAddress, StackArguments, stack_options
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView, banner
 
@@ -17,7 +17,7 @@ from stepahead.cli.stack_view import ConsoleView, banner
 @click.command(context_settings=CONTEXT_SETTINGS)
 @stack_options()
 @click.option(
-    "--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="Where clients connect; port 0: any free one."
+    "--listen", type=ListenAddress(), default="127.0.0.1:50051", help="Where clients connect; port 0: any free one."
 )
 @click.option(
     "--log-dir",
