@@ -170,6 +170,8 @@ async def test_a_failed_start_says_why_and_exits_with_one(model: str, flags: tup
         (("--kv-cache-bytes", "2 apples"), "is not a size"),
         (("--listen", "nowhere"), "is not HOST:PORT"),
         (("--max-num-seqs", "0"), "is not in the range"),
+        (("--max-model-len", "1", "--threads", "2"), "1 is not in the range 2<=x<="),
+        (("--threads", "5000"), "5000 is not in the range 1<=x<=256"),
         (("--num-kv-blocks", "4", "--kv-cache-bytes", "1MiB"), "give one of them"),
         (("--max-num-seqs", "64", "--max-num-batched-tokens", "8"), "--max-num-batched-tokens 8 is below"),
     ],

@@ -289,5 +289,5 @@ def test_other_arguments_are_refused(isa):
         step.forward(TOKENS, LAYOUT, LAST)
     with pytest.raises(ValueError, match="block_size must be positive"):
         step.allocate(num_blocks=1, block_size=0, max_tokens=1, max_positions=1)
-    with pytest.raises(MemoryError, match="does not fit"):
+    with pytest.raises(MemoryError, match="steps of 1 tokens and a KV cache of 2147483647 blocks of 1024 tokens"):
         step.allocate(num_blocks=2**31 - 1, block_size=1024, max_tokens=1, max_positions=1)

@@ -75,6 +75,21 @@ def test_which_layers_have_a_window():
     assert windows(model_type="gemma3_text", sliding_window_pattern=4, **gemma) == [9, 9, 9, None]
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model_type": "mistral", "sliding_window": -5}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": "wide"}, "sliding_window"),
+        ({"model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ],
+)
+def test_sizes_of_windows_are_positive(changes, field):
+    with pytest.raises(ModelError, match=f"config.json: {field} must be a positive integer"):
+        parsed(**changes)
+
+
 def test_which_layers_turn():
     config = parsed(model_type="smollm3", num_hidden_layers=5)
     assert [layer.rope is not None for layer in config.layers] == [True, True, True, False, True]

@@ -13,6 +13,7 @@ from stepahead.kernels.cpu.step.library import InstructionSet
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model import cpu_runner, native_engine
 from stepahead.worker.model.registry import KERNELS_ENV, make_runner
+from stepahead.worker.runner import CacheShape
 from tests.kernels.step_model import available_sets
 from tests.worker_model.conftest import VARIANTS, VOCAB_SIZE
 from tests.worker_model.driver import Driver
@@ -158,6 +159,27 @@ def test_facts_and_progress(tiny):
     assert facts.kv_bytes_per_token == 3 * 2 * 2 * 32 * 2  # a head of 8 takes 32
     assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
     assert calls[-1] == ("weights", *[(model.path / "model.safetensors").stat().st_size] * 2)
+
+
+@needs_native
+def test_what_is_too_much_is_named_with_its_options(tiny):
+    path = str(tiny("llama-gqa-tied").path)
+    with pytest.raises(ModelError, match=r"num_threads must be in 1\.\.256, not 257"):
+        make_runner(path, threads=257, kernels="native").load(lambda *call: None)
+    runner = make_runner(path, threads=1, kernels="native")
+    runner.load(lambda *call: None)
+    too_large = CacheShape(
+        num_slots=2,
+        num_blocks=2**31 - 1,
+        block_size=1024,
+        max_model_len=64,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+    )
+    with pytest.raises(
+        ModelError, match=r"of 8 tokens and .* 2147483647 blocks .*--max-num-batched-tokens.*--num-kv"
+    ):
+        runner.allocate(too_large)
 
 
 def test_torch_takes_over_where_nothing_can_be_compiled(tiny, monkeypatch):

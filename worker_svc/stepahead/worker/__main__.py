@@ -29,7 +29,7 @@ from stepahead.worker.ranks.followers import Followers
 from stepahead.worker.ranks.lifeline import follow_to_the_end
 from stepahead.worker.ranks.place import place_from_environment
 from stepahead.worker.server import WorkerServer
-from stepahead.worker.settings import settings_from_options, settings_options
+from stepahead.worker.settings import MAX_THREADS, settings_from_options, settings_options
 
 if TYPE_CHECKING:
     from stepahead.worker.device_stream import ErrorHandler
@@ -206,7 +206,7 @@ def _rank_arguments(settings: WorkerSettings) -> list[str]:
 
 def _cores_of(place: RankPlace) -> int:
     """This rank's share of the machine's cores."""
-    return max(len(os.sched_getaffinity(0)) // place.local_size, 1)
+    return min(max(len(os.sched_getaffinity(0)) // place.local_size, 1), MAX_THREADS)
 
 
 def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:

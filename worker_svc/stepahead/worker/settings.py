@@ -13,6 +13,9 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MAX_THREADS = 256
+"""Most compute threads of a process: what the compiled step takes."""
+
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -151,7 +154,8 @@ class _DeviceType(click.ParamType[str]):
         return str(value)
 
 
-_POSITIVE = click.IntRange(min=1)
+_MOST = 2**31 - 1  # what a field of the protocol and the compiled step can hold
+_POSITIVE = click.IntRange(1, _MOST)
 
 _OPTIONS = (
     click.option("--model", required=True, metavar="SPEC", help="Folder, FILE.gguf, hub id, or toy:NAME."),
@@ -197,7 +201,7 @@ _OPTIONS = (
     ),
     click.option(
         "--max-model-len",
-        type=click.IntRange(min=2),
+        type=click.IntRange(2, _MOST),
         default=None,
         help="Longest sequence; default: the model's context, at most 4096 and what the cache holds.",
     ),
@@ -224,7 +228,7 @@ _OPTIONS = (
     ),
     click.option(
         "--threads",
-        type=_POSITIVE,
+        type=click.IntRange(1, MAX_THREADS),
         default=None,
         help="Compute threads of each process; default: the machine's cores, shared.",
     ),

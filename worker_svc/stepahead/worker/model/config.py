@@ -245,8 +245,11 @@ def _layers(
 
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> list[int | None]:
-    window = config.get("sliding_window")
-    return [window if window and sliding else None for sliding in _sliding(config, family, num_layers)]
+    sliding = _sliding(config, family, num_layers)
+    if config.get("sliding_window") is None or not any(sliding):
+        return [None] * num_layers
+    window = _positive(config, "sliding_window")
+    return [window if slides else None for slides in sliding]
 
 
 def _sliding(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
@@ -265,7 +268,8 @@ def _sliding(config: Mapping[str, Any], family: Family, num_layers: int) -> list
             computed = [not turns for turns in _turning(config, num_layers)]
         case Windows.PATTERN:
             used = True
-            pattern = int(config.get("sliding_window_pattern") or family.pattern)
+            stated = config.get("sliding_window_pattern") is not None
+            pattern = _positive(config, "sliding_window_pattern") if stated else family.pattern
             computed = [bool((layer + 1) % pattern) for layer in range(num_layers)]
     kinds = cast("list[str] | None", config.get("layer_types"))
     if kinds is not None:
@@ -279,7 +283,7 @@ def _turning(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Returns which layers of a SmolLM3 turn."""
     stated = cast("list[int] | None", config.get("no_rope_layers"))  # a 1 means: turns
     if stated is None:
-        interval = int(config["no_rope_layer_interval"])
+        interval = _positive(config, "no_rope_layer_interval")
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
     if len(stated) < num_layers:
         raise ModelError(f"config.json: no_rope_layers has {len(stated)} entries for {num_layers} layers")

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from stepahead.kernels.cpu.logprobs import row_logprobs
 from stepahead.kernels.cpu.ops import has_fast_bfloat16
+from stepahead.kernels.cpu.step.decoder_step import MAX_THREADS
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.errors import ModelError
@@ -68,7 +69,7 @@ class CpuRunner(HostRunner):
         self._spec = spec
         self._dtype = dtype
         self._kernels = kernels
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
         self._place = place
         self._leader: LeaderEngine | None = None
         self._loaded: tuple[ModelConfig, StepEngine] | None = None

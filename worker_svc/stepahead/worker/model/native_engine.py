@@ -139,6 +139,14 @@ def _has_bias(config: ModelConfig, kind: TensorKind) -> bool:
     return config.output_bias if kind == TensorKind.OUTPUT else config.qkv_bias
 
 
+def _open_step(shape: StepShape, dtype: torch.dtype, isa: InstructionSet, num_threads: int) -> DecoderStep:
+    """Raises ModelError for sizes or threads that the library does not compute with, MemoryError without memory."""
+    try:
+        return DecoderStep(shape, dtype, isa, num_threads)
+    except ValueError as error:
+        raise ModelError(f"the model cannot be computed: {error}") from error
+
+
 class NativeEngine:
     """Implements `StepEngine`."""
 
@@ -161,7 +169,7 @@ class NativeEngine:
         self.name = f"native {isa.name.lower()}"
         shape = step_shape(config, dtype)
         try:
-            self.step = DecoderStep(shape, dtype, isa, num_threads)
+            self.step = _open_step(shape, dtype, isa, num_threads)
             reader = TensorReader(source, progress)
             for place in tensor_places(config):
                 tensor = reader.read(place.name, tensor_shape(shape, place.kind, place.layer))
@@ -210,7 +218,10 @@ class NativeEngine:
                 groups=shape.layer_groups,
             )
         except MemoryError as error:
-            raise ModelError(str(error)) from error
+            raise ModelError(
+                f"{error}: lower --max-num-batched-tokens (the step), or --max-model-len, --num-kv-blocks or "
+                "--kv-cache-bytes (the cache)"
+            ) from error
         self._logits = np.zeros((shape.max_num_seqs, self._vocab_size), np.float32)
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:

@@ -190,7 +190,11 @@ class DecoderStep:
         )
         num_bytes = int(self._library.step_allocate(self._handle, ctypes.byref(dims)))
         if num_bytes < 0:
-            raise MemoryError(f"a KV cache of {cache.group_blocks} blocks of {block_size} tokens does not fit")
+            blocks_text = " + ".join(map(str, cache.group_blocks))
+            raise MemoryError(
+                f"no memory for steps of {max_tokens} tokens "
+                f"and a KV cache of {blocks_text} blocks of {block_size} tokens"
+            )
         self._cache = cache
         self._cache_bytes = num_bytes
         return num_bytes
