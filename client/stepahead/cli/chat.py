@@ -7,6 +7,7 @@ import click
 
 from stepahead.cli.failures import describe
 from stepahead.cli.generate import show_statistics
+from stepahead.cli.interrupting import cancelled_by_signals
 from stepahead.cli.options import CONTEXT_SETTINGS, address_option, generation_options
 from stepahead.cli.rendering import logprob_lines
 from stepahead.client import ChatMessage, Client, GenerateOptions, StepaheadError, UnavailableError
@@ -51,17 +52,20 @@ class Conversation:
         Ctrl-C cancels it, keeps what has come and raises KeyboardInterrupt.
         """
         asked = (*self.turns, ChatMessage("user", message))
-        with self._client.stream(asked, **self._options) as stream:
-            try:
-                for delta in stream:
-                    click.echo(delta.text, nl=False)
-                completion = stream.completion()
-            except KeyboardInterrupt:
-                if stream.text:
-                    self.turns = (*asked, ChatMessage("assistant", stream.text))
-                raise
-            finally:
-                click.echo()
+        text = ""
+        try:
+            with cancelled_by_signals(self._client.stream(asked, **self._options)) as stream:
+                try:
+                    for delta in stream:
+                        click.echo(delta.text, nl=False)
+                    completion = stream.completion()
+                finally:
+                    text = stream.text
+                    click.echo()
+        except KeyboardInterrupt:
+            if text:
+                self.turns = (*asked, ChatMessage("assistant", text))
+            raise
         self.turns = (*asked, ChatMessage("assistant", completion.text))
         for line in logprob_lines(completion.choices[0]):
             click.echo(line)

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from stepahead.cli.failures import describe, exit_code_of
+from stepahead.cli.interrupting import cancelled_by_signals
 from stepahead.cli.options import (
     CONTEXT_SETTINGS,
     TokenIds,
@@ -82,7 +83,9 @@ def generate(
     request = _prompt(prompt, prompt_ids, as_chat=as_chat)
     with Client(address) as client:
         if as_json:
-            click.echo(json.dumps(completion_object(client.generate(request, **options))))
+            with cancelled_by_signals(client.stream(request, **options)) as stream:
+                completion = stream.completion()
+            click.echo(json.dumps(completion_object(completion)))
         else:
             _print_stream(client, request, options)
 
@@ -97,7 +100,7 @@ def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: 
 
 def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> None:
     several = (options.get("num_choices") or 1) > 1
-    with client.stream(prompt, **options) as stream:
+    with cancelled_by_signals(client.stream(prompt, **options)) as stream:
         try:
             for delta in stream:
                 # Several choices speak in turns: mixed, nobody could read them.
