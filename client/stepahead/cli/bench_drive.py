@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,16 +47,6 @@ class Answer:
         if token_ids:
             self.token_ids += token_ids
             self.arrivals.append((now_s, len(token_ids)))
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds until the first token; needs one."""
-        return self.arrivals[0][0] - self.due_s
-
-    def gaps_s(self) -> list[float]:
-        """Seconds between neighbouring tokens; those of one message came together: 0."""
-        times = [at for at, count in self.arrivals for _ in range(count)]
-        return [after - before for before, after in itertools.pairwise(times)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,10 @@ always torch.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +28,7 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
+from stepahead.worker.model.facts import fingerprint, model_facts
 from stepahead.worker.model.host_runner import HostRunner
 from stepahead.worker.model.native_engine import NativeEngine, declined, native_instruction_set
 from stepahead.worker.model.sampler import describe_samples, sample_logits
@@ -85,20 +84,12 @@ class CpuRunner(HostRunner):
             dtype = choose_dtype(self._dtype, config.stored_dtype)
             engine = self._load_engine(checkpoint, dtype, progress)
             self._loaded = config, engine
-            facts = ModelFacts(
-                name=checkpoint.name,
-                fingerprint=fingerprint(checkpoint, dtype),
-                vocab_size=config.vocab_size,
-                max_context_tokens=config.max_context_tokens,
-                eos_token_ids=config.eos_token_ids,
-                bos_token_id=config.bos_token_id,
-                dtype=dtype,
-                weight_bytes=engine.weight_bytes,
-                kv_bytes_per_token=engine.kv_bytes_per_token,
-                device="cpu" if self._place is None else f"cpu x{self._place.size}",
+            facts = replace(
+                model_facts(
+                    checkpoint, engine, dtype, "cpu" if self._place is None else f"cpu x{self._place.size}"
+                ),
                 available_bytes=None if self._leader is None else self._leader.available_bytes,
                 layer_windows=tuple(layer.window or 0 for layer in config.layers),
-                tokenizer_bundle=checkpoint.tokenizer_bundle(),
             )
         _log.info(
             "model_loaded",
@@ -214,14 +205,3 @@ def choose_dtype(asked: str, stored: str) -> str:
     if asked != "auto":
         return asked
     return "float32" if stored == "float32" or not has_fast_bfloat16() else "bfloat16"
-
-
-def fingerprint(checkpoint: Checkpoint, dtype: str) -> str:
-    """Returns a digest of the configuration, the tensors' names and shapes, the files' sizes and the dtype."""
-    identity = {
-        "config": asdict(checkpoint.config),
-        "tensors": sorted((name, list(shape)) for name, shape in checkpoint.weights.shapes.items()),
-        "bytes": checkpoint.weights.total_bytes,
-        "dtype": dtype,
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

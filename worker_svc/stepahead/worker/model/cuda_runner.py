@@ -17,10 +17,10 @@ from stepahead.kernels.cuda.backend import Backend
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
-from stepahead.worker.model.cpu_runner import fingerprint
 from stepahead.worker.model.cuda_engine import CudaEngine, CudaOptions, FedStep
 from stepahead.worker.model.cuda_results import Described, read_samples
 from stepahead.worker.model.cuda_sampler import DeviceSampler
+from stepahead.worker.model.facts import model_facts
 from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, StepBatch, StepSamples
 
 _log = structlog.get_logger(__name__)
@@ -63,19 +63,7 @@ class CudaRunner:
             dtype = dtype if dtype in DTYPES else "bfloat16"  # quantized weights
             engine = self._load_engine(checkpoint, DTYPES[dtype], progress)
             self._loaded = config, engine
-            facts = ModelFacts(
-                name=checkpoint.name,
-                fingerprint=fingerprint(checkpoint, dtype),
-                vocab_size=config.vocab_size,
-                max_context_tokens=config.max_context_tokens,
-                eos_token_ids=config.eos_token_ids,
-                bos_token_id=config.bos_token_id,
-                dtype=dtype,
-                weight_bytes=engine.weight_bytes,
-                kv_bytes_per_token=engine.kv_bytes_per_token,
-                device=str(self._backend.device),
-                tokenizer_bundle=checkpoint.tokenizer_bundle(),
-            )
+            facts = model_facts(checkpoint, engine, dtype, str(self._backend.device))
         _log.info("model_loaded", model=facts.name, dtype=dtype, device=facts.device, bytes=facts.weight_bytes)
         return facts
 

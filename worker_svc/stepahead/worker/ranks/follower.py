@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, assert_never
 import structlog
 
 from stepahead.worker.model.checkpoint import open_checkpoint
-from stepahead.worker.model.cpu_runner import DTYPES, choose_dtype, fingerprint
+from stepahead.worker.model.cpu_runner import DTYPES, choose_dtype
+from stepahead.worker.model.facts import fingerprint
 from stepahead.worker.model.torch_engine import TorchEngine
 from stepahead.worker.ranks.messages import Allocate, ChangeBlocks, Forward, Stop
 from stepahead.worker.ranks.rank_group import RankGroup, connect
