@@ -1,5 +1,6 @@
 """The compiled step against the NumPy reference, at sizes that fit no tile, and what it refuses."""
 
+import os
 import threading
 from dataclasses import replace
 
@@ -169,6 +170,20 @@ def test_threads_enter_no_sum(isa):
     results = [make_step(shape, weights, isa, **option).forward(TOKENS, LAYOUT, LAST).logits for option in options]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
+def test_threads_that_share_a_core_move_apart():
+    shape, cores = shape_of(), os.sched_getaffinity(0)
+    before = set(os.listdir("/proc/self/task"))
+    step = make_step(shape, random_weights(shape, biases=False, qk_norm=False), SETS[0], num_threads=2)
+    threads = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+    for thread in threads:
+        os.sched_setaffinity(thread, {min(cores)})
+    step.forward(TOKENS, LAYOUT, LAST)
+    # The one that left took back the right to run on any core.
+    assert len(threads) == 2
+    assert cores in [os.sched_getaffinity(thread) for thread in threads]
 
 
 def test_a_profile_counts_the_phases_of_both_threads(small):

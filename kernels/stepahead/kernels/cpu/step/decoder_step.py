@@ -73,6 +73,7 @@ class DecoderStep:
             num_threads: 1 .. 256; they run on the cores this process may use.
             pin_threads: ties each to a core of its own, where there are as many. Beside a busy neighbour a pinned
                 thread waits out the neighbour's time slice, a free one moves (8 rows: 44 against 31 ms).
+                Free ones that come to share a core move apart by themselves.
 
         Raises:
             BuildUnavailable: the library cannot be built or opened here.

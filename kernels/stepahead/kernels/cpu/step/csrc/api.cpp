@@ -142,7 +142,7 @@ struct DrawJob {
 static void draw_job(void* argument, int thread) {
   const DrawJob& job = *static_cast<DrawJob*>(argument);
   Pool& pool = *job.model->pool;
-  pool.next_phase(job.draws->num_draws);
+  pool.next_phase(thread, job.draws->num_draws);
   for (int64_t index = pool.take(thread); index >= 0; index = pool.take(thread))
     job.model->kernels->draw(*job.model, *job.draws, index, thread);
 }

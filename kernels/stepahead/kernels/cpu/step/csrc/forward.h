@@ -162,7 +162,7 @@ class Step {
                 store_logits(row, panel, a, b);
                 keep_best(panel, a, b, best + row, best_ids + row);
               });
-    thread.pool.next_phase(0);
+    thread.pool.next_phase(thread.index, 0);
     if (thread.index == 0) merge_best();
   }
 

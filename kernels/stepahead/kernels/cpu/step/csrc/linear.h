@@ -22,7 +22,7 @@ struct Thread {
 template <class Work>
 STEP_INLINE void share(const Thread& thread, step::Phase phase, int64_t num_units, Work work) {
   const uint64_t arrived = thread.cycles ? __builtin_ia32_rdtsc() : 0;
-  thread.pool.next_phase(num_units);
+  thread.pool.next_phase(thread.index, num_units);
   const uint64_t begun = thread.cycles ? __builtin_ia32_rdtsc() : 0;
   for (int64_t unit = thread.pool.take(thread.index); unit >= 0; unit = thread.pool.take(thread.index)) work(unit);
   if (!thread.cycles) return;

@@ -2,7 +2,6 @@
 #include "pool.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <xmmintrin.h>
@@ -45,6 +44,8 @@ Pool* Pool::create(int num_threads, const int* cpus) {
   pool->starts_ = new (std::nothrow) Start[num_threads];
   pool->ranges_ = new (std::nothrow) Range[num_threads];
   bool ok = pool->threads_ && pool->starts_ && pool->ranges_;
+  pool->roaming_ = !cpus && num_threads > 1 && sched_getaffinity(0, sizeof pool->allowed_, &pool->allowed_) == 0 &&
+                   CPU_COUNT(&pool->allowed_) >= num_threads;
   for (int thread = 0; ok && thread < num_threads; thread++) {
     pool->starts_[thread] = {pool, thread};
     ok = pthread_create(&pool->threads_[thread], nullptr, thread_main, &pool->starts_[thread]) == 0;
@@ -94,12 +95,30 @@ void Pool::run(void (*job)(void*, int), void* argument) {
   wait_until_changed(done_, seen, 0);
 }
 
-void Pool::next_phase(int64_t num_units) {
+// For the last to arrive at a phase. Threads it shares its core with sleep, or would like to run: they stay.
+void Pool::leave_shared_core(int thread) {
+  const int core = ranges_[thread].core;
+  bool shared = false;
+  for (int other = 0; other < num_threads_; other++) shared |= other != thread && ranges_[other].core == core;
+  if (!shared) return;
+  cpu_set_t free = allowed_;
+  for (int other = 0; other < num_threads_; other++) CPU_CLR(ranges_[other].core, &free);
+  if (CPU_COUNT(&free) == 0) return;
+  // Away at once, then free to go anywhere again. If cores were taken from the process since, either may fail: the
+  // thread then runs where it is allowed to.
+  (void)sched_setaffinity(0, sizeof free, &free);
+  (void)sched_setaffinity(0, sizeof allowed_, &allowed_);
+  ranges_[thread].core = sched_getcpu();
+}
+
+void Pool::next_phase(int thread, int64_t num_units) {
   const uint32_t seen = __atomic_load_n(&phase_.word, __ATOMIC_RELAXED);
+  if (roaming_) __atomic_store_n(&ranges_[thread].core, sched_getcpu(), __ATOMIC_RELAXED);
   if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) < num_threads_) {
     wait_until_changed(phase_, seen, PHASE_SPINS);
     return;
   }
+  if (roaming_) leave_shared_core(thread);
   // The last to arrive deals out: nobody takes units now.
   for (int64_t thread = 0; thread < num_threads_; thread++) {
     const uint64_t begin = num_units * thread / num_threads_, end = num_units * (thread + 1) / num_threads_;

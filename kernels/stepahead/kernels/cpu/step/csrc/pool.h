@@ -9,8 +9,11 @@
 // off its core holds up one unit, not its whole share. Who computes a unit changes no bit of it.
 // Why the caller does not compute: its threads can then be tied to cores without touching the caller's affinity,
 // which threads started later (torch's) would inherit.
+// Why threads move apart by themselves: once two share a core they take turns at every phase, and the system, which sees
+// one of them runnable at a time, leaves both there for several milliseconds while another core is free.
 #pragma once
 #include <pthread.h>
+#include <sched.h>
 
 #include <cstdint>
 
@@ -24,12 +27,13 @@ class Pool {
   void run(void (*job)(void* argument, int thread), void* argument);
   int size() const { return num_threads_; }
 
-  void next_phase(int64_t num_units);
+  void next_phase(int thread, int64_t num_units);
   int64_t take(int thread);  // a unit of the phase, -1 when none is left
 
  private:
   struct alignas(64) Range {
     uint64_t bounds;  // begin in the upper half, end in the lower: both change in one exchange
+    int core;         // where the thread arrived at the last phase
   };
   struct alignas(64) Signal {  // a word to wait on, and how many threads sleep on it
     uint32_t word, sleepers;
@@ -42,10 +46,13 @@ class Pool {
   Pool() = default;
   static void* thread_main(void* start);
   static void wait_until_changed(Signal& signal, uint32_t seen, int num_spins);
+  void leave_shared_core(int thread);
   static void publish(Signal& signal, uint32_t word);
 
   int num_threads_ = 0, num_started_ = 0;
   bool stop_ = false;
+  bool roaming_ = false;  // nothing ties threads to cores, and there is a core for each
+  cpu_set_t allowed_;     // cores of the process when the pool was made
   void (*job_)(void*, int) = nullptr;
   void* argument_ = nullptr;
   pthread_t* threads_ = nullptr;

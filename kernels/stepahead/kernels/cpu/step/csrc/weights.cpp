@@ -148,7 +148,7 @@ static void pack_job(void* argument, int thread) {
   const PackJob& job = *static_cast<PackJob*>(argument);
   Pool& pool = *job.model->pool;
   const int64_t num_outputs = job.placement.num_outputs;
-  pool.next_phase((num_outputs + PACK_ROWS - 1) / PACK_ROWS);
+  pool.next_phase(thread, (num_outputs + PACK_ROWS - 1) / PACK_ROWS);
   for (int64_t unit = pool.take(thread); unit >= 0; unit = pool.take(thread)) {
     const int64_t begin = unit * PACK_ROWS, end = begin + PACK_ROWS < num_outputs ? begin + PACK_ROWS : num_outputs;
     if (job.model->kernels->weight_bytes == 2)
