@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from stepahead.worker.cache_sizing import available_memory_bytes, size_cache, step_limits
+from stepahead.worker.cache_sizing import size_cache, step_limits
 from stepahead.worker.errors import ModelError
 from stepahead.worker.settings import (
     WorkerSettings,
@@ -192,7 +192,3 @@ def test_a_model_of_one_position_is_refused() -> None:
 def test_long_contexts_are_cut_to_a_default() -> None:
     facts = replace(FACTS, max_context_tokens=131072)
     assert size_cache(free(), facts, 1 << 40).max_model_len == 4096
-
-
-def test_available_memory_is_read() -> None:
-    assert available_memory_bytes() > 1 << 20

@@ -10,7 +10,6 @@ Layers that see a window keep what is in it, so their cost per sequence does not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepahead.worker.errors import ModelError
@@ -187,18 +186,3 @@ def _check_fits(settings: WorkerSettings, group: _Layers, num_blocks: int, lengt
         f"({needed * group.block_bytes} bytes): {remedy} --num-kv-blocks or --kv-cache-bytes"
     )
     raise ModelError(message)
-
-
-def available_memory_bytes() -> int:
-    """Memory this process could still use: the machine's, and its control group's limit where there is one."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except OSError:  # no control groups, or version 1
-        return available
-    return available if limit == "max" else min(available, max(int(limit) - used, 0))

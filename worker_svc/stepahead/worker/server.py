@@ -15,7 +15,6 @@ from grpc_reflection.v1alpha import reflection
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 from stepahead.worker import commands, convert
 from stepahead.worker.cache_sizing import (
-    available_memory_bytes,
     cache_bytes,
     describe_groups,
     num_concurrent,
@@ -25,6 +24,7 @@ from stepahead.worker.cache_sizing import (
 from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError
 from stepahead.worker.executor import Executor
+from stepahead.worker.host_memory import available_memory_bytes, release_unused_memory
 from stepahead.worker.launch_stream import LaunchStream
 from stepahead.worker.launched_device import LaunchedDevice
 from stepahead.worker.runner import LaunchingRunner, LeadsRanks, PlaysDevice
@@ -141,6 +141,7 @@ class WorkerServer:
             if isinstance(runner, PlaysDevice) and isinstance(stream, CpuStream):
                 runner.tell_ends_by(stream.put_off_ends())
             facts = runner.load(self._announcer.progress)
+            release_unused_memory()  # the cache is sized by what is free
             shape = _cache_shape(settings, runner, facts)
             runner.allocate(shape)
             loop.call_soon_threadsafe(_succeed, loaded, (runner, facts, shape))

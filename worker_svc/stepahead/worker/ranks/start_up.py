@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from stepahead.worker.cache_sizing import available_memory_bytes
 from stepahead.worker.errors import ModelError
+from stepahead.worker.host_memory import available_memory_bytes, release_unused_memory
 from stepahead.worker.model.step_engine import StepEngine
 from stepahead.worker.ranks.rank_group import RankGroup
 
@@ -49,6 +49,7 @@ def load_together(
     except ModelError as error:
         group.exchange(json.dumps(asdict(RankReport(str(error)))))
         raise
+    release_unused_memory()
     own = RankReport("", fingerprint, engine.weight_bytes, available_memory_bytes() // local_size)
     reports = tuple(RankReport(**json.loads(text)) for text in group.exchange(json.dumps(asdict(own))))
     for rank, report in enumerate(reports):
