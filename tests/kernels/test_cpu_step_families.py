@@ -124,6 +124,34 @@ def test_h7_the_same_bits_however_tokens_are_batched(name, dtype, isa):
 
 
 @pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["windows", "gemma", "mixture-many"])
+def test_h7_the_same_bits_in_a_crowd(name, dtype, isa):
+    """Rows of many lengths, some with chunks; then each alone. So many keep the cores busy with matrices."""
+    shape, weights = decoder({**ADDITIONS, **MIXTURES, "gemma": GEMMA}[name])
+    rng = np.random.default_rng(7)
+    counts, starts = [1, 3] * 20, rng.integers(0, 60, 40).tolist()
+    blocks = rng.permutation(160).reshape(40, 4).tolist()
+    step = make_step(shape, weights, isa, dtype=dtype, num_blocks=160)
+    tokens = [rng.integers(0, shape.vocab_size, start + count) for start, count in zip(starts, counts, strict=True)]
+    for own, start, table in zip(tokens, starts, blocks, strict=True):
+        if start:
+            step.forward(own[:start], layout_of([(0, start)], [table]), np.array([], np.int64))
+    fed = np.concatenate([own[start:] for own, start in zip(tokens, starts, strict=True)])
+    layout, last = layout_of(list(zip(starts, counts, strict=True)), blocks), np.cumsum(counts) - 1
+    together = step.forward(fed, layout, last).logits.copy()
+    # Every token's logits, and in another order: the last layer then keeps all tokens.
+    every = step.forward(fed, layout, np.arange(len(fed))).logits[last]
+    backwards = step.forward(fed, layout, last[::-1].copy()).logits[::-1]
+    np.testing.assert_array_equal(every.view(np.uint32), together.view(np.uint32))
+    np.testing.assert_array_equal(backwards.view(np.uint32), together.view(np.uint32))
+    for row in (0, 1, 17, 38, 39):
+        alone = layout_of([(starts[row], counts[row])], [blocks[row]])
+        logits = step.forward(tokens[row][starts[row] :], alone, np.array([counts[row] - 1])).logits
+        np.testing.assert_array_equal(logits[0].view(np.uint32), together[row].view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", SETS)
 def test_j10_a_window_passes_over_what_it_left_behind(isa):
     """Blocks wholly before every window are not read: they may be gone, and hold anything."""
     shape, weights = decoder(layers_of(20, 30))

@@ -18,7 +18,8 @@ class Step {
   Step(step::Model& model, const step::Batch& batch, int thread)
       : m(model),
         batch(batch),
-        thread{*model.pool, thread, cycles_of(model, thread)},
+        ahead(model, batch, thread),
+        thread{*model.pool, thread, cycles_of(model, thread), &ahead},
         scratch(model.scratch + thread * model.scratch_bytes) {}
 
   void run() {
@@ -40,6 +41,7 @@ class Step {
   using Activation = typename P::Activation;
   step::Model& m;
   const step::Batch& batch;
+  CacheAhead ahead;
   const Thread thread;
   char* const scratch;
 
@@ -96,6 +98,7 @@ class Step {
     rows(step::PHASE_PLACE, batch.num_tokens, [&](int64_t t) { place_token<P>(m, batch, layer, t, scratch); });
     share(thread, step::PHASE_ATTENTION, m.num_tasks,
           [&](int64_t task) { attend<P>(m, batch, layer, m.tasks[task], scratch); });
+    ahead.begin(layer + 1);
     add_to_residual(step::PHASE_OUTPUT, weights.output, m.attended, m.query_columns);
   }
 

@@ -91,7 +91,7 @@ void expert_linear(const Thread& thread, step::Phase phase, const step::Model& m
     const int64_t row_units = r.first_row_unit[low + 1] - r.first_row_unit[low];
     const int64_t inside = unit - r.first_row_unit[low] * num_panels, part = inside % row_units;
     const int64_t first = r.first_entry[low], num_rows = r.first_entry[low + 1] - first;
-    multiply_unit<P>(layer.experts[low].*which, input, stride, first + num_rows * part / row_units,
+    multiply_unit<P>(*thread.ahead, layer.experts[low].*which, input, stride, first + num_rows * part / row_units,
                      first + num_rows * (part + 1) / row_units, inside / row_units, part == row_units - 1, finish);
   });
 }
