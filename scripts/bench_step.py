@@ -61,14 +61,16 @@ class Load:
         )
 
     def flops(self, config: ModelConfig) -> float:
-        """Of the matrix products, attention's included."""
+        """Of the matrix products, attention's included; the last layer ends with the tokens that give logits."""
         heads = config.num_heads * config.head_dim
-        layer = config.hidden_size * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
-        layer += 3 * config.hidden_size * config.intermediate_size
-        tokens = self.num_rows * self.num_tokens
+        inputs = config.hidden_size * (heads + 2 * config.num_kv_heads * config.head_dim)
+        rest = config.hidden_size * (heads + 3 * config.intermediate_size)
+        tokens, layers = self.num_rows * self.num_tokens, config.num_layers
+        linears = tokens * (inputs * layers + rest * (layers - 1))
+        linears += self.num_rows * (rest + config.hidden_size * config.vocab_size)
         seen = self.context + (self.num_tokens + 1) / 2
-        linears = tokens * layer * config.num_layers + self.num_rows * config.hidden_size * config.vocab_size
-        return 2.0 * (linears + 2 * tokens * seen * heads * config.num_layers)
+        attention = 2 * heads * seen * (tokens * (layers - 1) + self.num_rows)
+        return 2.0 * (linears + attention)
 
 
 def fill_cache(step: DecoderStep, rng: np.random.Generator) -> None:

@@ -18,6 +18,7 @@ class Step {
   Step(step::Model& model, const step::Batch& batch, int thread)
       : m(model),
         batch(batch),
+        num_tokens(batch.num_tokens),
         ahead(model, batch, thread),
         thread{*model.pool, thread, cycles_of(model, thread), &ahead},
         scratch(model.scratch + thread * model.scratch_bytes) {}
@@ -33,7 +34,7 @@ class Step {
       mlp(layer);
     }
     if (const float* post_norm = m.layers[m.dims.num_layers - 1].post_mlp_norm)
-      rows(step::PHASE_NORM, batch.num_tokens, [&](int64_t t) { join(t, post_norm); });
+      rows(step::PHASE_NORM, num_tokens, [&](int64_t t) { join(t, post_norm); });
     if (batch.num_logits) head();
   }
 
@@ -41,6 +42,7 @@ class Step {
   using Activation = typename P::Activation;
   step::Model& m;
   const step::Batch& batch;
+  int64_t num_tokens;  // that have a row among the activations: all, and in the end those whose logits are wanted
   CacheAhead ahead;
   const Thread thread;
   char* const scratch;
@@ -69,7 +71,7 @@ class Step {
 
   void add_to_residual(step::Phase phase, const step::Linear& matrix, char* input, int64_t stride) {
     if (m.dims.post_norms) {
-      linear<P>(thread, phase, matrix, as_input(input), stride, batch.num_tokens,
+      linear<P>(thread, phase, matrix, as_input(input), stride, num_tokens,
                 [&](int64_t row, int64_t panel, auto a, auto b) {
                   float* x = m.branch + row * m.padded_hidden + panel * 2 * P::WIDTH;
                   P::store(x, a);
@@ -77,7 +79,7 @@ class Step {
                 });
       return;
     }
-    linear<P>(thread, phase, matrix, as_input(input), stride, batch.num_tokens,
+    linear<P>(thread, phase, matrix, as_input(input), stride, num_tokens,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* x = m.residual + row * m.padded_hidden + panel * 2 * P::WIDTH;
                 P::store(x, P::add(P::load(x), a));
@@ -89,22 +91,55 @@ class Step {
     const step::Layer& weights = m.layers[layer];
     const int64_t columns = m.query_columns + 2 * m.kv_columns;
     if (layer) norm_all(m.layers[layer - 1].post_mlp_norm, weights.attention_norm);
-    linear<P>(thread, step::PHASE_QKV, weights.qkv, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+    linear<P>(thread, step::PHASE_QKV, weights.qkv, as_input(m.normed), m.padded_hidden, num_tokens,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* out = m.qkv + row * columns + panel * 2 * P::WIDTH;
                 P::store(out, a);
                 P::store(out + P::WIDTH, b);
               });
-    rows(step::PHASE_PLACE, batch.num_tokens, [&](int64_t t) { place_token<P>(m, batch, layer, t, scratch); });
-    share(thread, step::PHASE_ATTENTION, m.num_tasks,
-          [&](int64_t task) { attend<P>(m, batch, layer, m.tasks[task], scratch); });
+    rows(step::PHASE_PLACE, num_tokens, [&](int64_t t) { place_token<P>(m, batch, layer, t, scratch); });
+    const bool fewer = layer + 1 == m.dims.num_layers && fewer_are_wanted();
+    share(thread, step::PHASE_ATTENTION, m.num_tasks, [&](int64_t task) {
+      if (!fewer || is_wanted(m.tasks[task])) attend<P>(m, batch, layer, m.tasks[task], scratch);
+    });
+    if (fewer) keep_wanted();
     ahead.begin(layer + 1);
     add_to_residual(step::PHASE_OUTPUT, weights.output, m.attended, m.query_columns);
   }
 
+  // Once the last layer's keys and values are placed, tokens without logits are of no more use. In ascending order a
+  // token's row never moves backwards over one that is still wanted.
+  bool fewer_are_wanted() const {
+    for (int64_t i = 1; i < batch.num_logits; i++)
+      if (batch.logit_tokens[i] <= batch.logit_tokens[i - 1]) return false;
+    return batch.num_logits < batch.num_tokens;
+  }
+
+  bool is_wanted(const step::AttentionTask& task) const {
+    const int64_t begin = batch.query_start_loc[task.row] + task.first_query / m.group_heads;
+    const int64_t last = batch.query_start_loc[task.row] + (task.first_query + task.num_queries - 1) / m.group_heads;
+    for (int64_t i = 0; i < batch.num_logits; i++)
+      if (batch.logit_tokens[i] >= begin) return batch.logit_tokens[i] <= last;
+    return false;
+  }
+
+  // Moves the rows of tokens with logits to the front.
+  void keep_wanted() {
+    const int64_t row_bytes = m.query_columns * sizeof(Activation), hidden = m.padded_hidden;
+    share(thread, step::PHASE_PLACE, 1, [&](int64_t) {
+      for (int64_t i = 0; i < batch.num_logits; i++) {
+        const int64_t token = batch.logit_tokens[i];
+        if (token == i) continue;
+        memcpy(m.attended + i * row_bytes, m.attended + token * row_bytes, row_bytes);
+        memcpy(m.residual + i * hidden, m.residual + token * hidden, hidden * sizeof(float));
+      }
+    });
+    num_tokens = batch.num_logits;
+  }
+
   // Begins a half of a layer; `post_norm` of the half before it, or null.
   void norm_all(const float* post_norm, const float* weight) {
-    rows(step::PHASE_NORM, batch.num_tokens, [&](int64_t t) {
+    rows(step::PHASE_NORM, num_tokens, [&](int64_t t) {
       if (post_norm) join(t, post_norm);
       norm(m.residual + t * m.padded_hidden, weight, t);
     });
@@ -118,7 +153,7 @@ class Step {
       return;
     }
     const bool gelu = m.dims.gelu;
-    linear<P>(thread, step::PHASE_GATE_UP, weights.gate_up, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+    linear<P>(thread, step::PHASE_GATE_UP, weights.gate_up, as_input(m.normed), m.padded_hidden, num_tokens,
               [&](int64_t row, int64_t panel, auto gate, auto up) {
                 P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH,
                                     gated<P>(gate, up, gelu));
@@ -128,15 +163,15 @@ class Step {
 
   void mixture(const step::Layer& weights) {
     step::Routing& r = m.routing;
-    const int64_t entries = int64_t(batch.num_tokens) * m.dims.experts_per_token;
-    linear<P>(thread, step::PHASE_ROUTE, weights.router, as_input(m.normed), m.padded_hidden, batch.num_tokens,
+    const int64_t entries = int64_t(num_tokens) * m.dims.experts_per_token;
+    linear<P>(thread, step::PHASE_ROUTE, weights.router, as_input(m.normed), m.padded_hidden, num_tokens,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* out = r.logits + row * m.padded_experts + panel * 2 * P::WIDTH;
                 P::store(out, a);
                 P::store(out + P::WIDTH, b);
               });
-    rows(step::PHASE_ROUTE, batch.num_tokens, [&](int64_t t) { choose_experts<P>(m, t); });
-    share(thread, step::PHASE_ROUTE, 1, [&](int64_t) { sort_entries(m, batch.num_tokens); });
+    rows(step::PHASE_ROUTE, num_tokens, [&](int64_t t) { choose_experts<P>(m, t); });
+    share(thread, step::PHASE_ROUTE, 1, [&](int64_t) { sort_entries(m, num_tokens); });
     rows(step::PHASE_ROUTE, entries, [&](int64_t entry) { gather_input<P>(m, entry); });
     const bool gelu = m.dims.gelu;
     expert_linear<P>(thread, step::PHASE_GATE_UP, m, weights, &step::Expert::gate_up, as_input(r.inputs),
@@ -150,7 +185,7 @@ class Step {
                        P::store(out, a);
                        P::store(out + P::WIDTH, b);
                      });
-    rows(step::PHASE_ROUTE, batch.num_tokens, [&](int64_t t) { combine_experts<P>(m, t); });
+    rows(step::PHASE_ROUTE, num_tokens, [&](int64_t t) { combine_experts<P>(m, t); });
   }
 
   void head() {
@@ -158,7 +193,7 @@ class Step {
     int64_t* best_ids = m.best_ids + thread.index * static_cast<int64_t>(m.cache.max_tokens);
     for (int64_t i = 0; i < batch.num_logits; i++) best[i] = -__builtin_inff(), best_ids[i] = INT64_MAX;
     rows(step::PHASE_NORM, batch.num_logits,
-         [&](int64_t i) { norm(m.residual + batch.logit_tokens[i] * m.padded_hidden, m.final_norm, i); });
+         [&](int64_t i) { norm(m.residual + row_of(i) * m.padded_hidden, m.final_norm, i); });
     linear<P>(thread, step::PHASE_HEAD, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 if (m.dims.logit_cap > 0) a = softcap<P>(a, m.dims.logit_cap), b = softcap<P>(b, m.dims.logit_cap);
@@ -168,6 +203,9 @@ class Step {
     thread.pool.next_phase(thread.index, 0);
     if (thread.index == 0) merge_best();
   }
+
+  // The row of the i-th token with logits.
+  int64_t row_of(int64_t i) const { return num_tokens < batch.num_tokens ? i : batch.logit_tokens[i]; }
 
   int columns_of(int64_t panel) const {
     const int64_t rest = m.dims.vocab_size - panel * 2 * P::WIDTH;
