@@ -172,12 +172,32 @@ def test_threads_enter_no_sum(isa):
         np.testing.assert_array_equal(result, results[0])
 
 
+def pool_threads(start):
+    """What `start` returns, and the threads it started."""
+    before = set(os.listdir("/proc/self/task"))
+    started = start()
+    return started, [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_a_unit_that_two_threads_compute_counts_once(isa):
+    """Five threads on one core: the system takes each off it in the middle of units, and others take those over."""
+    shape = shape_of(hidden_size=512, intermediate_size=1536, num_layers=4)
+    weights = random_weights(shape, biases=True, qk_norm=True)
+    expected = make_step(shape, weights, isa, num_threads=1).forward(TOKENS, LAYOUT, LAST).logits
+    step, threads = pool_threads(lambda: make_step(shape, weights, isa, num_threads=5))
+    for thread in threads:
+        os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+    for _ in range(60):
+        logits = step.forward(TOKENS, LAYOUT, LAST).logits
+        np.testing.assert_array_equal(logits.view(np.uint32), expected.view(np.uint32))
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
 def test_threads_that_share_a_core_move_apart():
     shape, cores = shape_of(), os.sched_getaffinity(0)
-    before = set(os.listdir("/proc/self/task"))
-    step = make_step(shape, random_weights(shape, biases=False, qk_norm=False), SETS[0], num_threads=2)
-    threads = [int(task) for task in set(os.listdir("/proc/self/task")) - before]
+    weights = random_weights(shape, biases=False, qk_norm=False)
+    step, threads = pool_threads(lambda: make_step(shape, weights, SETS[0], num_threads=2))
     for thread in threads:
         os.sched_setaffinity(thread, {min(cores)})
     step.forward(TOKENS, LAYOUT, LAST)
@@ -304,5 +324,7 @@ def test_other_arguments_are_refused(isa):
         step.forward(TOKENS, LAYOUT, LAST)
     with pytest.raises(ValueError, match="block_size must be positive"):
         step.allocate(num_blocks=1, block_size=0, max_tokens=1, max_positions=1)
+    with pytest.raises(ValueError, match="max_tokens: 2097153 are too many for one step"):
+        step.allocate(num_blocks=1, block_size=16, max_tokens=2**21 + 1, max_positions=1)
     with pytest.raises(MemoryError, match="steps of 1 tokens and a KV cache of 2147483647 blocks of 1024 tokens"):
         step.allocate(num_blocks=2**31 - 1, block_size=1024, max_tokens=1, max_positions=1)

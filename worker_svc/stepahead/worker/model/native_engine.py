@@ -217,6 +217,8 @@ class NativeEngine:
                 max_positions=shape.max_model_len,
                 groups=shape.layer_groups,
             )
+        except ValueError as error:
+            raise ModelError(f"the model cannot be computed in such steps: {error}") from error
         except MemoryError as error:
             raise ModelError(
                 f"{error}: lower --max-num-batched-tokens (the step), or --max-model-len, --num-kv-blocks or "

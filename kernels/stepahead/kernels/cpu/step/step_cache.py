@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from stepahead.kernels.ops import StepLayout
 
 
+MAX_UNITS = 1 << 22
+"""Work units of a phase (`csrc/pool.h`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCache:
     """Sizes of the cache and its groups of layers."""
@@ -28,6 +32,17 @@ class StepCache:
     block_size: int
     max_tokens: int
     max_positions: int
+
+
+def _most_units(shape: StepShape, max_tokens: int) -> int:
+    """At least as many units as any phase of a step has: panels times row units of a matrix, or attention tasks."""
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    panels = max(shape.vocab_size, 2 * shape.intermediate_size, qkv, shape.hidden_size) // 16 + 1
+    tasks = max_tokens * shape.num_kv_heads * (shape.num_heads // shape.num_kv_heads // 48 + 1)
+    row_units = max_tokens // 96 + 1
+    if shape.mixture is not None:  # each expert has its own rows
+        row_units = max_tokens * shape.mixture.experts_per_token // 96 + shape.mixture.num_experts
+    return max(panels * row_units, tasks)
 
 
 def step_cache(
@@ -49,6 +64,8 @@ def step_cache(
     ):
         if not 0 < value < 2**31:
             raise ValueError(f"{name} must be positive, not {value}")
+    if _most_units(shape, max_tokens) > MAX_UNITS:
+        raise ValueError(f"max_tokens: {max_tokens} are too many for one step of this model")
     if len(of_layer) != shape.num_layers or set(of_layer) != set(range(len(group_blocks))):
         raise ValueError(f"groups: {of_layer} do not fit {shape.num_layers} layers and {len(group_blocks)} groups")
     windows: list[int | None] = []

@@ -143,8 +143,10 @@ static void draw_job(void* argument, int thread) {
   const DrawJob& job = *static_cast<DrawJob*>(argument);
   Pool& pool = *job.model->pool;
   pool.next_phase(thread, job.draws->num_draws);
-  for (int64_t index = pool.take(thread); index >= 0; index = pool.take(thread))
+  for (int64_t index = pool.take(thread, false); index >= 0; index = pool.take(thread, false)) {
     job.model->kernels->draw(*job.model, *job.draws, index, thread);
+    pool.complete(thread);
+  }
 }
 
 struct ProbeJob {

@@ -189,19 +189,23 @@ class Step {
   }
 
   void head() {
-    float* best = m.best_logits + thread.index * static_cast<int64_t>(m.cache.max_tokens);
-    int64_t* best_ids = m.best_ids + thread.index * static_cast<int64_t>(m.cache.max_tokens);
-    for (int64_t i = 0; i < batch.num_logits; i++) best[i] = -__builtin_inff(), best_ids[i] = INT64_MAX;
-    rows(step::PHASE_NORM, batch.num_logits,
-         [&](int64_t i) { norm(m.residual + row_of(i) * m.padded_hidden, m.final_norm, i); });
+    const int64_t max_tokens = m.cache.max_tokens;
+    float* best = m.best_logits + thread.index * max_tokens;
+    int64_t* best_ids = m.best_ids + thread.index * max_tokens;
+    rows(step::PHASE_NORM, batch.num_logits, [&](int64_t i) {
+      norm(m.residual + row_of(i) * m.padded_hidden, m.final_norm, i);
+      for (int t = 0; t < thread.pool.size(); t++) {
+        m.best_logits[t * max_tokens + i] = -__builtin_inff();
+        m.best_ids[t * max_tokens + i] = INT64_MAX;
+      }
+    });
     linear<P>(thread, step::PHASE_HEAD, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 if (m.dims.logit_cap > 0) a = softcap<P>(a, m.dims.logit_cap), b = softcap<P>(b, m.dims.logit_cap);
                 store_logits(row, panel, a, b);
                 keep_best(panel, a, b, best + row, best_ids + row);
               });
-    thread.pool.next_phase(thread.index, 0);
-    if (thread.index == 0) merge_best();
+    share(thread, step::PHASE_HEAD, 1, [&](int64_t) { merge_best(); });
   }
 
   // The row of the i-th token with logits.

@@ -20,16 +20,49 @@ struct Thread {
   CacheAhead* ahead;
 };
 
-// Calls work(unit) for units of the phase until none is left; begins with a barrier.
+// A phase: waits for the one before, then calls work() if there is any.
 template <class Work>
-STEP_INLINE void share(const Thread& thread, step::Phase phase, int64_t num_units, Work work) {
+STEP_INLINE void in_phase(const Thread& thread, step::Phase phase, int64_t num_units, Work work) {
   const uint64_t arrived = thread.cycles ? __builtin_ia32_rdtsc() : 0;
-  thread.pool.next_phase(thread.index, num_units);
+  const bool under_way = thread.pool.next_phase(thread.index, num_units);
   const uint64_t begun = thread.cycles ? __builtin_ia32_rdtsc() : 0;
-  for (int64_t unit = thread.pool.take(thread.index); unit >= 0; unit = thread.pool.take(thread.index)) work(unit);
+  if (under_way) work();
   if (!thread.cycles) return;
   thread.cycles[step::PHASE_WAIT] += begun - arrived;
   thread.cycles[phase] += __builtin_ia32_rdtsc() - begun;
+}
+
+// Calls work(unit) for units of the phase until none is left.
+template <class Work>
+STEP_INLINE void share(const Thread& thread, step::Phase phase, int64_t num_units, Work work) {
+  in_phase(thread, phase, num_units, [&] {
+    step::Pool& pool = thread.pool;
+    for (int64_t unit = pool.take(thread.index, false); unit >= 0; unit = pool.take(thread.index, false)) {
+      work(unit);
+      pool.complete(thread.index);
+    }
+  });
+}
+
+// The same with open units: compute(unit) writes to this thread's memory only, commit(unit) takes the result from there.
+template <class Compute, class Commit>
+STEP_INLINE void share_open(const Thread& thread, step::Phase phase, int64_t num_units, Compute compute,
+                            Commit commit) {
+  in_phase(thread, phase, num_units, [&] {
+    step::Pool& pool = thread.pool;
+    for (int64_t unit = pool.take(thread.index, true); unit >= 0; unit = pool.take(thread.index, true)) {
+      compute(unit);
+      if (!pool.commit(thread.index)) continue;
+      commit(unit);
+      pool.complete(thread.index);
+    }
+    for (auto late = pool.overdue(thread.index); late.unit >= 0; late = pool.overdue(thread.index)) {
+      compute(late.unit);
+      if (!pool.take_over(late)) continue;
+      commit(late.unit);
+      pool.complete(thread.index);
+    }
+  });
 }
 
 // Multiplies a block of rows by a panel and fetches keys and values on the way: the panel is cut into runs, each beside
@@ -81,31 +114,39 @@ STEP_INLINE void multiply_block(CacheAhead& ahead, const Run<P>& panel, int64_t 
   }
 }
 
-// Multiplies rows begin .. end by a panel; finish(row, panel, first vector, second vector) takes the results.
-// `last_rows`: no other unit follows on this panel.
-template <class P, class Finish>
+// A panel, and the rows it is multiplied by.
+struct PanelUnit {
+  int64_t panel, begin, end;
+  bool last_rows;  // no other unit follows on this panel
+};
+
+// sums[row - begin] = a row by the panel, two vectors.
+template <class P>
 STEP_INLINE void multiply_unit(CacheAhead& ahead, const step::Linear& matrix, const typename P::Activation* input,
-                               int64_t stride, int64_t begin, int64_t end, int64_t panel, bool last_rows,
-                               Finish finish) {
-  const auto* weights = reinterpret_cast<const typename P::Weight*>(matrix.weights + panel * matrix.panel_bytes);
-  const int64_t passes = (end - begin + P::ROWS - 1) / P::ROWS;
-  alignas(64) float sums[P::ROWS * 2 * P::WIDTH];
+                               int64_t stride, const PanelUnit& unit, float* sums) {
+  const auto* weights = reinterpret_cast<const typename P::Weight*>(matrix.weights + unit.panel * matrix.panel_bytes);
+  const int64_t count = unit.end - unit.begin, passes = (count + P::ROWS - 1) / P::ROWS;
+  for (int64_t pass = 0; pass < passes; pass++) {
+    const int64_t first = count * pass / passes, next = count * (pass + 1) / passes;
+    const Run<P> run = {input + (unit.begin + first) * stride, weights, weights + P::WIDTH * P::GROUP,
+                        matrix.num_inputs / P::GROUP, {}};
+    multiply_block<P>(ahead, run, stride, static_cast<int>(next - first), pass, passes, unit.last_rows,
+                      sums + first * 2 * P::WIDTH);
+  }
+}
+
+// Adds the bias and calls finish(row, panel, first vector, second vector) for each row.
+template <class P, class Finish>
+STEP_INLINE void finish_unit(const step::Linear& matrix, const PanelUnit& unit, const float* sums, Finish finish) {
   auto bias0 = P::zero(), bias1 = P::zero();
   if (matrix.bias) {
-    bias0 = P::load(matrix.bias + panel * 2 * P::WIDTH);
-    bias1 = P::load(matrix.bias + panel * 2 * P::WIDTH + P::WIDTH);
+    bias0 = P::load(matrix.bias + unit.panel * 2 * P::WIDTH);
+    bias1 = P::load(matrix.bias + unit.panel * 2 * P::WIDTH + P::WIDTH);
   }
-  for (int64_t pass = 0; pass < passes; pass++) {
-    const int64_t row = begin + (end - begin) * pass / passes, next = begin + (end - begin) * (pass + 1) / passes;
-    const int rows = static_cast<int>(next - row);
-    const Run<P> run = {
-        input + row * stride, weights, weights + P::WIDTH * P::GROUP, matrix.num_inputs / P::GROUP, {}};
-    multiply_block<P>(ahead, run, stride, rows, pass, passes, last_rows, sums);
-    for (int r = 0; r < rows; r++) {
-      auto v0 = P::load(sums + r * 2 * P::WIDTH), v1 = P::load(sums + r * 2 * P::WIDTH + P::WIDTH);
-      if (matrix.bias) v0 = P::add(v0, bias0), v1 = P::add(v1, bias1);
-      finish(row + r, panel, v0, v1);
-    }
+  for (int64_t row = unit.begin; row < unit.end; row++, sums += 2 * P::WIDTH) {
+    auto v0 = P::load(sums), v1 = P::load(sums + P::WIDTH);
+    if (matrix.bias) v0 = P::add(v0, bias0), v1 = P::add(v1, bias1);
+    finish(row, unit.panel, v0, v1);
   }
 }
 
@@ -114,12 +155,16 @@ template <class P, class Finish>
 void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
             const typename P::Activation* input, int64_t stride, int64_t num_rows, Finish finish) {
   const int64_t row_units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
-  share(thread, phase, matrix.num_panels * row_units, [&](int64_t unit) {
-    // Units of a panel are neighbours: a thread's next unit finds the panel in its cache.
-    const int64_t panel = unit / row_units, part = unit % row_units;
-    const int64_t begin = num_rows * part / row_units, end = num_rows * (part + 1) / row_units;
-    multiply_unit<P>(*thread.ahead, matrix, input, stride, begin, end, panel, part == row_units - 1, finish);
-  });
+  alignas(64) float sums[UNIT_ROWS * 2 * P::WIDTH];
+  // Units of a panel are neighbours: a thread's next unit finds the panel in its cache.
+  auto unit_of = [&](int64_t unit) -> PanelUnit {
+    const int64_t part = unit % row_units;
+    return {unit / row_units, num_rows * part / row_units, num_rows * (part + 1) / row_units, part == row_units - 1};
+  };
+  share_open(
+      thread, phase, matrix.num_panels * row_units,
+      [&](int64_t unit) { multiply_unit<P>(*thread.ahead, matrix, input, stride, unit_of(unit), sums); },
+      [&](int64_t unit) { finish_unit<P>(matrix, unit_of(unit), sums, finish); });
 }
 
 }  // namespace

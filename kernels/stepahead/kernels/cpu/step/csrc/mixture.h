@@ -72,7 +72,8 @@ void gather_input(step::Model& m, int64_t entry) {
   memcpy(m.routing.inputs + entry * bytes, m.normed + m.routing.tokens[entry] * bytes, bytes);
 }
 
-// `linear` over the experts' matrices: an expert's rows are its entries.
+// `linear` over the experts' matrices: an expert's rows are its entries. Its units are kept: which rows they are is read
+// from the step's routing, and who comes late finds another layer's.
 template <class P, class Finish>
 void expert_linear(const Thread& thread, step::Phase phase, const step::Model& m, const step::Layer& layer,
                    step::Linear step::Expert::*which, const typename P::Activation* input, int64_t stride,
@@ -91,8 +92,12 @@ void expert_linear(const Thread& thread, step::Phase phase, const step::Model& m
     const int64_t row_units = r.first_row_unit[low + 1] - r.first_row_unit[low];
     const int64_t inside = unit - r.first_row_unit[low] * num_panels, part = inside % row_units;
     const int64_t first = r.first_entry[low], num_rows = r.first_entry[low + 1] - first;
-    multiply_unit<P>(*thread.ahead, layer.experts[low].*which, input, stride, first + num_rows * part / row_units,
-                     first + num_rows * (part + 1) / row_units, inside / row_units, part == row_units - 1, finish);
+    const step::Linear& matrix = layer.experts[low].*which;
+    const PanelUnit rows = {inside / row_units, first + num_rows * part / row_units,
+                            first + num_rows * (part + 1) / row_units, part == row_units - 1};
+    alignas(64) float sums[UNIT_ROWS * 2 * P::WIDTH];
+    multiply_unit<P>(*thread.ahead, matrix, input, stride, rows, sums);
+    finish_unit<P>(matrix, rows, sums, finish);
   });
 }
 

@@ -149,12 +149,13 @@ static void pack_job(void* argument, int thread) {
   Pool& pool = *job.model->pool;
   const int64_t num_outputs = job.placement.num_outputs;
   pool.next_phase(thread, (num_outputs + PACK_ROWS - 1) / PACK_ROWS);
-  for (int64_t unit = pool.take(thread); unit >= 0; unit = pool.take(thread)) {
+  for (int64_t unit = pool.take(thread, false); unit >= 0; unit = pool.take(thread, false)) {
     const int64_t begin = unit * PACK_ROWS, end = begin + PACK_ROWS < num_outputs ? begin + PACK_ROWS : num_outputs;
     if (job.model->kernels->weight_bytes == 2)
       pack_rows<uint16_t>(job, begin, end);
     else
       pack_rows<float>(job, begin, end);
+    pool.complete(thread);
   }
 }
 
