@@ -1,6 +1,7 @@
 """The compiled step against the NumPy reference, at sizes that fit no tile, and what it refuses."""
 
 import os
+import re
 import threading
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from stepahead.kernels.cpu.step.decoder_step import DecoderStep
 from stepahead.kernels.cpu.step.library import InstructionSet, Phase, Probe, TensorKind
+from stepahead.kernels.cpu.step.step_cache import check_entries, step_arrays
 from tests.kernels.step_model import (
     ReferenceDecoder,
     available_sets,
@@ -277,6 +279,29 @@ def test_wrong_steps_are_refused_and_write_nothing(small, message):
             arguments.get("token_ids", TOKENS), replace(LAYOUT, **changes), arguments.get("logit_tokens", LAST)
         )
     assert not any(part.any() for part in step.cache_memory())
+
+
+def test_the_compiled_check_and_the_one_that_explains_agree(small):
+    step, _ = small
+    rng, refused = np.random.default_rng(4), 0
+    for _ in range(300):
+        arrays = {name: getattr(LAYOUT, name).copy() for name in ("positions", "slot_mapping", "query_start_loc")}
+        arrays |= {"seq_lens": LAYOUT.seq_lens.copy(), "block_tables": LAYOUT.block_tables.copy()}
+        tokens, last = TOKENS.copy(), LAST.copy()
+        changeable = [tokens, last, *arrays.values()]
+        for index in rng.choice(len(changeable), rng.integers(3), replace=False).tolist():
+            array = changeable[index]
+            array.flat[rng.integers(array.size)] += rng.choice([-1000, -4, -1, 1, 4, 1000])
+        layout, cache = replace(LAYOUT, **arrays), step._allocated
+        try:
+            check_entries(step_arrays(tokens, layout, last), 99, cache)
+        except ValueError as error:
+            refused += 1
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                step.forward(tokens, layout, last)
+        else:
+            step.forward(tokens, layout, last)
+    assert 100 < refused < 290
 
 
 def test_wrong_use_is_refused(small):

@@ -40,9 +40,11 @@ class SlotCells:
 
     def resolve(self, batch: StepBatch) -> ResolvedStep:
         """Invalidates the cells the batch names, then fills in LAST_SAMPLE tokens and finds the holes."""
-        self.positions[batch.invalidated_slots] = NO_POSITION
+        if len(batch.invalidated_slots):
+            self.positions[batch.invalidated_slots] = NO_POSITION
         counts = np.diff(batch.query_start_loc)
-        slot_of_token = np.repeat(batch.slots, counts)
+        one_each = len(batch.token_ids) == batch.num_rows
+        slot_of_token = batch.slots if one_each else np.repeat(batch.slots, counts)
         fed_by_cell = batch.token_ids == LAST_SAMPLE
         token_ids = np.where(fed_by_cell, self.token_ids[slot_of_token], batch.token_ids)
         mismatch = fed_by_cell & (self.positions[slot_of_token] != batch.positions)

@@ -28,6 +28,9 @@ from stepahead.worker.runner import (
 )
 
 _NO_TOKENS = np.zeros(0, np.int64)
+_NO_STATUS = np.zeros(0, np.uint8)
+# An enumeration's member costs as much to look up as the array operation it goes into.
+_OK, _MISMATCH = int(SampleStatus.OK), int(SampleStatus.POSITION_MISMATCH)
 
 
 class HostRunner(ABC):
@@ -98,12 +101,14 @@ class HostRunner(ABC):
         if batch.copies or batch.zeroed_blocks:
             self._change_blocks(batch.copies, batch.zeroed_blocks)
         self._hole_rows = step.hole_rows
-        chosen = [row for row in batch.sample_rows.tolist() if row not in step.hole_rows]
-        self._choice_of_row = {row: choice for choice, row in enumerate(chosen)}
+        chosen = choice_rows = batch.sample_rows.astype(np.int64)
+        if step.hole_rows:
+            chosen = np.asarray([row for row in chosen.tolist() if row not in step.hole_rows], np.int64)
+            choice_rows = np.searchsorted(step.rows, chosen)
+        self._choice_of_row = {row: choice for choice, row in enumerate(chosen.tolist())}
         self._prompt_logprobs = None
         if not len(step.rows):
             return
-        choice_rows = np.searchsorted(step.rows, np.asarray(chosen, dtype=np.int64))
         targets = [target for target in batch.prompt_targets if target.row not in step.hole_rows]
         if targets:
             self._feed_described(batch, step, choice_rows, targets)
@@ -113,23 +118,39 @@ class HostRunner(ABC):
     def sample(self, batch: StepBatch) -> StepSamples:
         """See `Runner.sample`."""
         rows = batch.sample_rows.tolist()
-        token_ids = np.zeros(len(rows), dtype=np.int64)
-        status = np.full(len(rows), SampleStatus.POSITION_MISMATCH, dtype=np.uint8)
+        asked = choices = np.arange(len(rows))
+        sampling = batch.sampling
+        if self._hole_rows or len(rows) < len(self._choice_of_row):
+            asked = np.asarray([index for index, row in enumerate(rows) if row not in self._hole_rows], np.int64)
+            choices = np.asarray([self._choice_of_row[rows[index]] for index in asked], np.int64)
+            sampling = sampling if len(asked) == len(rows) else take_rows(sampling, asked)
+        if not len(asked):
+            return self._samples_of(rows, asked, StepSamples(_NO_TOKENS, _NO_STATUS), None)
+        samples = self._choose(choices, sampling)
         output_logprobs: RowLogprobs | None = None
-        asked = np.asarray([index for index, row in enumerate(rows) if row not in self._hole_rows], dtype=np.int64)
-        if len(asked):
-            choices = np.asarray([self._choice_of_row[rows[index]] for index in asked], dtype=np.int64)
-            sampling = batch.sampling if len(asked) == len(rows) else take_rows(batch.sampling, asked)
-            samples = self._choose(choices, sampling)
+        if sampling.logprobs is not None:
+            output_logprobs = self._describe(batch, asked, choices, sampling, samples)
+        if sampling.rule_states:
+            _append_outputs(sampling, samples)
+        written, token_ids = batch.sample_rows[asked], samples.token_ids
+        if samples.status.any():
+            good = samples.status == _OK
+            written, token_ids = written[good], token_ids[good]
+        self._cells.store(batch.slots[written], token_ids, batch.seq_lens[written].astype(np.int64))
+        return self._samples_of(rows, asked, samples, output_logprobs)
+
+    def _samples_of(
+        self,
+        rows: list[int],
+        asked: NDArray[np.int64],
+        samples: StepSamples,
+        output_logprobs: RowLogprobs | None,
+    ) -> StepSamples:
+        """The samples of all rows: those in `asked` have some, the others fed no token at their position."""
+        token_ids, status = samples.token_ids, samples.status
+        if len(asked) < len(rows):
+            token_ids, status = np.zeros(len(rows), np.int64), np.full(len(rows), _MISMATCH, np.uint8)
             token_ids[asked], status[asked] = samples.token_ids, samples.status
-            if sampling.logprobs is not None:
-                output_logprobs = self._describe(batch, asked, choices, sampling, samples)
-            if sampling.rule_states:
-                _append_outputs(sampling, samples)
-            written = batch.sample_rows[status == SampleStatus.OK]
-            self._cells.store(
-                batch.slots[written], token_ids[status == SampleStatus.OK], batch.seq_lens[written].astype(np.int64)
-            )
         return StepSamples(token_ids, status, self._traces(), output_logprobs, self._prompt_logprobs)
 
     def _feed_described(

@@ -73,7 +73,7 @@ def sample_logits(
     """
     num_samples = len(sampling)
     token_ids = np.zeros(num_samples, dtype=np.int64)
-    status = np.full(num_samples, SampleStatus.OK, dtype=np.uint8)
+    status = np.zeros(num_samples, dtype=np.uint8)  # all OK
     free = np.ones(num_samples, np.bool_)
     for restrictions in (sampling.suppressed, sampling.masks, sampling.rule_states):
         if restrictions:
@@ -86,7 +86,9 @@ def sample_logits(
         else:
             best = largest.rows(rows)
         token_ids[rows] = best.ids
-        status[rows[~np.isfinite(best.values)]] = SampleStatus.NON_FINITE
+        finite = np.isfinite(best.values)
+        if not finite.all():
+            status[rows[~finite]] = SampleStatus.NON_FINITE
     if len(rows) < num_samples:
         draws = uniform_draws(sampling)
         drawn = np.zeros(num_samples, np.bool_)

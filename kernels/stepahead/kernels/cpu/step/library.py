@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 
 class InstructionSet(IntEnum):
@@ -121,6 +121,7 @@ class CacheDims(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("num_blocks", ctypes.c_void_p),
+        ("windows", ctypes.c_void_p),
         ("groups", ctypes.c_void_p),
         ("num_groups", ctypes.c_int32),
         ("block_size", ctypes.c_int32),
@@ -185,6 +186,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_voi
     "step_draw": (None, [_HANDLE, ctypes.POINTER(Draws)]),
     "step_profile": (None, [_HANDLE, ctypes.c_void_p]),
     "step_probe": (ctypes.c_int64, [_HANDLE, ctypes.c_int32, ctypes.c_int64]),
+    "step_check": (ctypes.c_int32, [_HANDLE, ctypes.POINTER(Batch)]),
     "step_forward": (None, [_HANDLE, ctypes.POINTER(Batch)]),
 }
 

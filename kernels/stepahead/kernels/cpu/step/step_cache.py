@@ -91,15 +91,17 @@ def step_arrays(
     Raises:
         ValueError: the groups' arrays have different shapes.
     """
-    mappings = [layout.slot_mapping, *(group.slot_mapping for group in layout.more_groups)]
-    tables = [layout.block_tables, *(group.block_tables for group in layout.more_groups)]
+    mappings, tables = layout.slot_mapping[None], layout.block_tables[None]
+    if layout.more_groups:
+        mappings = np.stack([layout.slot_mapping, *(group.slot_mapping for group in layout.more_groups)])
+        tables = np.stack([layout.block_tables, *(group.block_tables for group in layout.more_groups)])
     return {
         "token_ids": np.ascontiguousarray(token_ids, np.int64),
         "positions": np.ascontiguousarray(layout.positions, np.int64),
-        "slot_mapping": np.ascontiguousarray(np.stack(mappings), np.int64),
+        "slot_mapping": np.ascontiguousarray(mappings, np.int64),
         "query_start_loc": np.ascontiguousarray(layout.query_start_loc, np.int32),
         "seq_lens": np.ascontiguousarray(layout.seq_lens, np.int32),
-        "block_tables": np.ascontiguousarray(np.stack(tables), np.int32),
+        "block_tables": np.ascontiguousarray(tables, np.int32),
         "logit_tokens": np.ascontiguousarray(logit_tokens, np.int64),
     }
 
@@ -111,8 +113,8 @@ def check_range(name: str, values: NDArray[Any], end: int) -> None:
         raise ValueError(f"{name}: {int(wrong.flat[0])} is outside 0..{end - 1}")
 
 
-def check_step(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: StepCache) -> None:
-    """Raises ValueError unless compiled code can run the step without reading or writing anything else."""
+def check_shapes(inputs: dict[str, NDArray[Any]], cache: StepCache) -> None:
+    """Raises ValueError unless the arrays of a step are as long as they say of each other."""
     starts, lens, tables = inputs["query_start_loc"], inputs["seq_lens"], inputs["block_tables"]
     num_tokens, num_rows, num_groups = len(inputs["token_ids"]), len(lens), len(cache.group_blocks)
     if not 0 < num_tokens <= cache.max_tokens:
@@ -126,6 +128,17 @@ def check_step(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: StepCach
         raise ValueError(
             f"query_start_loc {starts.shape} and block_tables {tables.shape} do not fit {num_rows} seq_lens"
         )
+
+
+def check_entries(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: StepCache) -> None:
+    """Raises ValueError unless compiled code can run the step without reading or writing anything else.
+
+    Args:
+        inputs: arrays that `check_shapes` accepts.
+        vocab_size: token ids are below it.
+        cache: what the step may touch.
+    """
+    starts, lens, num_tokens = inputs["query_start_loc"], inputs["seq_lens"], len(inputs["token_ids"])
     counts = np.diff(starts)
     if starts[0] != 0 or starts[-1] != num_tokens or counts.min() < 1:
         raise ValueError(f"query_start_loc must rise from 0 to {num_tokens}, not {starts.tolist()}")

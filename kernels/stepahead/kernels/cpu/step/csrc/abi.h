@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 5
+#define STEP_ABI_VERSION 6
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -84,8 +84,9 @@ struct Dims {
 
 // Layers that keep the same positions of a sequence form a group: they share blocks and block tables.
 struct CacheDims {
-  const int64_t* num_blocks;  // [num_groups], read by `step_allocate` only
-  const int32_t* groups;      // [num_layers], the group of each layer, likewise
+  const int64_t* num_blocks;  // [num_groups]; the caller keeps it
+  const int64_t* windows;     // [num_groups], positions that a query sees at most, 0: all; the caller keeps it
+  const int32_t* groups;      // [num_layers], the group of each layer, read by `step_allocate` only
   int32_t num_groups, block_size, max_tokens, max_positions;
   const float *cos, *sin;  // [num_ropes][max_positions][head_dim / 2]
 };

@@ -124,6 +124,25 @@ static void make_tasks(Model& m, const Batch& batch) {
   }
 }
 
+// Positions consecutive and last, and every block of the tables that attention reads: from the window of the first
+// position on.
+static bool is_row_sound(const Model& m, const Batch& batch, int32_t row) {
+  const int64_t begin = batch.query_start_loc[row], end = batch.query_start_loc[row + 1];
+  const int64_t size = m.cache.block_size, length = batch.seq_lens[row], first = length - (end - begin);
+  if (begin < 0 || begin >= end || end > batch.num_tokens || first < 0 || length > m.cache.max_positions) return false;
+  for (int64_t t = begin; t < end; t++)
+    if (batch.positions[t] != first + t - begin) return false;
+  const int64_t needed = (length + size - 1) / size;
+  if (needed > batch.table_width) return false;
+  for (int64_t group = 0; group < m.cache.num_groups; group++) {
+    const int32_t* table = batch.block_tables + (group * batch.num_rows + row) * batch.table_width;
+    const int64_t window = m.cache.windows[group], oldest = window && first >= window ? first - window + 1 : 0;
+    for (int64_t column = oldest / size; column < needed; column++)
+      if (table[column] < 0 || table[column] >= m.cache.num_blocks[group]) return false;
+  }
+  return true;
+}
+
 struct ForwardJob {
   Model* model;
   const Batch* batch;
@@ -207,7 +226,6 @@ STEP_EXPORT int64_t step_allocate(void* handle, const CacheDims* dims) {
     m.layers[layer].first_block = num_blocks;
     num_blocks += dims->num_blocks[dims->groups[layer]];
   }
-  m.cache.num_blocks = nullptr;  // the caller's
   m.cache.groups = nullptr;
   const int64_t tiles = num_blocks * m.dims.num_kv_heads * m.tiles_per_block;
   const int64_t bytes = tiles * m.tile_elements * m.kernels->weight_bytes;
@@ -252,6 +270,26 @@ STEP_EXPORT int step_change_blocks(void* handle, const int64_t* copies, int64_t 
     }
   delete[] held;
   return 0;
+}
+
+// Whether the step reads and writes nothing else, its arrays being as long as they should be. What is wrong the caller
+// finds out, who rarely needs to know.
+STEP_EXPORT int32_t step_check(void* handle, const Batch* batch) {
+  const Model& m = *static_cast<Model*>(handle);
+  const int64_t num_tokens = batch->num_tokens;
+  bool ok = num_tokens > 0 && num_tokens <= m.cache.max_tokens && batch->num_logits <= m.cache.max_tokens;
+  ok = ok && batch->query_start_loc[0] == 0 && batch->query_start_loc[batch->num_rows] == num_tokens;
+  for (int32_t row = 0; ok && row < batch->num_rows; row++) ok = is_row_sound(m, *batch, row);
+  for (int64_t t = 0; ok && t < num_tokens; t++)
+    ok = batch->token_ids[t] >= 0 && batch->token_ids[t] < m.dims.vocab_size;
+  for (int32_t group = 0; ok && group < m.cache.num_groups; group++) {
+    const int64_t num_slots = m.cache.num_blocks[group] * m.cache.block_size;
+    const int64_t* slots = batch->slot_mapping + group * num_tokens;
+    for (int64_t t = 0; ok && t < num_tokens; t++) ok = slots[t] >= 0 && slots[t] < num_slots;
+  }
+  for (int64_t i = 0; ok && i < batch->num_logits; i++)
+    ok = batch->logit_tokens[i] >= 0 && batch->logit_tokens[i] < num_tokens;
+  return ok;
 }
 
 STEP_EXPORT void step_forward(void* handle, const Batch* batch) {
