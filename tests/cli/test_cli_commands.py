@@ -195,7 +195,10 @@ def test_log_probabilities_are_printed_and_part_of_the_json(stepahead, fake: Fak
     )
     arguments = ("generate", "--token-ids", "5,6", "--logprobs", "2", "--prompt-logprobs", "0")
     printed = stepahead(*arguments, "--address", fake.address).stdout
-    assert printed == "a\n       7   -0.5000  rank 1       7: -0.5000  8: -inf\n"
+    assert printed == (
+        "a\n       7   -0.5000  rank 1       7: -0.5000  8: -inf\n"
+        "--- prompt\n       -         -\n       6   -2.0000  rank 3\n"
+    )
     rendered = json.loads(stepahead(*arguments, "--json", "--address", fake.address).stdout)
     entry = {
         "token_id": 7,

@@ -9,7 +9,8 @@ from stepahead.cli.failures import describe
 from stepahead.cli.generate import show_statistics
 from stepahead.cli.interrupting import cancelled_by_signals
 from stepahead.cli.options import CONTEXT_SETTINGS, address_option, generation_options
-from stepahead.cli.rendering import logprob_lines
+from stepahead.cli.prompt_tokens import with_prompt_tokens
+from stepahead.cli.rendering import logprob_lines, prompt_logprob_lines
 from stepahead.client import ChatMessage, Client, GenerateOptions, StepaheadError, UnavailableError
 
 _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
@@ -67,7 +68,9 @@ class Conversation:
                 self.turns = (*asked, ChatMessage("assistant", text))
             raise
         self.turns = (*asked, ChatMessage("assistant", completion.text))
-        for line in logprob_lines(completion.choices[0]):
+        for line in logprob_lines(completion.choices[0].logprobs):
+            click.echo(line)
+        for line in prompt_logprob_lines(with_prompt_tokens(self._client, asked, completion)):
             click.echo(line)
         if sys.stdout.isatty():
             show_statistics(completion)

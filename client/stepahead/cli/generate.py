@@ -18,7 +18,15 @@ from stepahead.cli.options import (
     generation_options,
     json_option,
 )
-from stepahead.cli.rendering import Json, completion_object, decode_rate, error_object, logprob_lines
+from stepahead.cli.prompt_tokens import with_prompt_tokens, with_prompt_tokens_async
+from stepahead.cli.rendering import (
+    Json,
+    completion_object,
+    decode_rate,
+    error_object,
+    logprob_lines,
+    prompt_logprob_lines,
+)
 from stepahead.cli.request_file import read_requests
 from stepahead.client import (
     AsyncClient,
@@ -83,9 +91,7 @@ def generate(
     request = _prompt(prompt, prompt_ids, as_chat=as_chat)
     with Client(address) as client:
         if as_json:
-            with cancelled_by_signals(client.stream(request, **options)) as stream:
-                completion = stream.completion()
-            click.echo(json.dumps(completion_object(completion)))
+            _print_object(client, request, options)
         else:
             _print_stream(client, request, options)
 
@@ -96,6 +102,16 @@ def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: 
     # The newline that ends a piped line is the shell's, not the prompt's.
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     return [ChatMessage("user", text)] if as_chat else text
+
+
+def _print_object(client: Client, prompt: Prompt, options: GenerateOptions) -> None:
+    with cancelled_by_signals(client.stream(prompt, **options)) as stream:
+        completion = stream.completion()
+    try:
+        completion = with_prompt_tokens(client, prompt, completion)
+    finally:
+        # An answer that has come is printed whatever fails after it.
+        click.echo(json.dumps(completion_object(completion)))
 
 
 def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> None:
@@ -117,8 +133,10 @@ def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> N
         if several:
             click.echo(f"--- choice {choice.index} ({choice.finish_reason.value})\n{choice.text}", nl=False)
         click.echo(",".join(map(str, choice.token_ids)) if shows_ids else "")
-        for line in logprob_lines(choice):
+        for line in logprob_lines(choice.logprobs):
             click.echo(line)
+    for line in prompt_logprob_lines(with_prompt_tokens(client, prompt, completion)):
+        click.echo(line)
     if sys.stdout.isatty():
         show_statistics(completion)
 
@@ -144,7 +162,8 @@ async def _generate_all(address: str, requests: list[GenerationRequest], concurr
         async def run(request: GenerationRequest) -> Completion | StepaheadError:
             async with slots:
                 try:
-                    return await client.generate(request)
+                    completion = await client.generate(request)
+                    return await with_prompt_tokens_async(client, request.prompt, completion)
                 except StepaheadError as error:
                     return error
 

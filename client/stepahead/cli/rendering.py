@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from stepahead.client import Choice, Completion, ServerStatus, StepaheadError, Timings, TokenLogprob
@@ -78,13 +78,27 @@ def decode_rate(completion: Completion) -> float | None:
     return num_intervals / (completion.timings.decode_ns / 1e9)
 
 
-def logprob_lines(choice: Choice) -> list[str]:
-    """Log probabilities for a terminal: one line per token, with the likeliest ones behind it."""
-    return [
-        f"{'-' if each.token_id is None else each.token_id:>8} {each.logprob:9.4f}  rank {each.rank:<6}"
-        + "".join(f"  {token_id}: {logprob:.4f}" for token_id, logprob in each.top)
-        for each in choice.logprobs
-    ]
+def logprob_lines(logprobs: Sequence[TokenLogprob | None]) -> list[str]:
+    """Log probabilities for a terminal: one line per token, with the likeliest ones behind it.
+
+    Nothing comes before a prompt's first token: its entry is None.
+    """
+    return [_logprob_line(each) for each in logprobs]
+
+
+def prompt_logprob_lines(completion: Completion) -> list[str]:
+    """Log probabilities of the prompt for a terminal, under a heading; nothing if they were not asked for."""
+    entries = completion.prompt_logprobs
+    return ["--- prompt", *logprob_lines(entries)] if entries else []
+
+
+def _logprob_line(entry: TokenLogprob | None) -> str:
+    if entry is None:
+        return f"{'-':>8} {'-':>9}"
+    return (
+        f"{'-' if entry.token_id is None else entry.token_id:>8} {entry.logprob:9.4f}  rank {entry.rank:<6}"
+        + "".join(f"  {token_id}: {logprob:.4f}" for token_id, logprob in entry.top)
+    ).rstrip()
 
 
 def _choice_object(choice: Choice) -> dict[str, Json]:
