@@ -320,50 +320,6 @@ def test_nobody_listening_says_how_to_start_a_server(stepahead):
         assert "stepahead up" in result.stderr
 
 
-def test_file_of_requests_keeps_order_and_reports_each_failure(stepahead, fake: FakeServer, tmp_path: Path):
-    def script(request, context):
-        if request.text == "bad":
-            yield from failing(violation("sampling.top_p"))(request, context)
-        yield response(started(request.request_id), delta(0, [1], request.text.upper()))
-        yield response(choice_finished(1), finished(1))
-
-    fake.generate = script
-    path = tmp_path / "requests.jsonl"
-    lines = [
-        {"prompt": "one", "request_id": "a"},
-        {"prompt": "bad", "request_id": "b"},
-        {"prompt": "three", "request_id": "c", "max_tokens": 9, "logit_bias": {"3": -1.5}},
-    ]
-    path.write_text("\n\n".join(map(json.dumps, lines)))
-    arguments = ("generate", "--input", str(path), "--address", fake.address, "--max-tokens", "4")
-    result = stepahead(*arguments, "--concurrency", "2", "--json")
-    objects = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [each["request_id"] for each in objects] == ["a", "b", "c"]
-    assert [each.get("text") for each in objects] == ["ONE", None, "THREE"]
-    assert objects[1]["error"]["fields"] == ["sampling.top_p"]
-    assert result.exit_code == 1
-    assert {each.request_id: each.stopping.max_tokens for each in fake.requests} == {"a": 4, "b": 4, "c": 9}
-    (third,) = (each for each in fake.requests if each.request_id == "c")  # two at a time come in any order
-    assert [(each.token_id, each.bias) for each in third.sampling.logit_bias] == [(3, -1.5)]
-    assert stepahead(*arguments).stdout == "ONE\nTHREE\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ('{"prompt": "a", "max_tokns": 3}', "line 1: unknown max_tokns"),
-        ("[1]", "line 1: not an object"),
-        ("{", "line 1:"),
-        ('{"max_tokens": 3}', "line 1: prompt must be"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 1: logit_bias: 'x' is no token id"),
-    ],
-)
-def test_bad_line_of_a_request_file_is_named(stepahead, line, text):
-    result = stepahead("generate", "--input", "-", stdin=line)
-    assert result.exit_code == 2
-    assert text in result.stderr
-
-
 def test_status_json_holds_integers_and_shares(stepahead, fake: FakeServer):
     status = json.loads(stepahead("status", "--json", "--address", fake.address).stdout)
     assert status["state"] == "serving"

@@ -206,6 +206,7 @@ class FakeServer(
         self.deadlines_s: list[float | None] = []
         self.status = default_status()
         self.call_ended = threading.Event()
+        self._arrived = threading.Condition()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)
         generation_pb2_grpc.add_ModelServiceServicer_to_server(self, self._server)
@@ -216,6 +217,11 @@ class FakeServer(
 
     def close(self) -> None:
         self._server.stop(None).wait(WAIT_S)
+
+    def wait_for_requests(self, count: int) -> None:
+        """Returns once so many generations have been asked for."""
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: len(self.requests) >= count, WAIT_S)
 
     def hang_after(self, *before: generation_pb2.GenerateResponse) -> None:
         """Makes every generation send `before` and then wait until the client leaves."""
@@ -229,7 +235,9 @@ class FakeServer(
         self.generate = script
 
     def Generate(self, request, context):
-        self.requests.append(request)
+        with self._arrived:
+            self.requests.append(request)
+            self._arrived.notify_all()
         self.deadlines_s.append(context.time_remaining())
         context.add_callback(self.call_ended.set)
         yield from self.generate(request, context)

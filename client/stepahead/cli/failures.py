@@ -65,8 +65,8 @@ def exit_code_of(error: StepaheadError) -> int:
     return EXIT_USAGE if isinstance(error, InvalidRequestError) and not error.reason else EXIT_FAILURE
 
 
-def describe(error: StepaheadError) -> str:
-    """One line: status, field, text, hint."""
+def describe(error: StepaheadError, *, place: str = "") -> str:
+    """One line: status, field, text, hint; `place` says where the request stands, such as FILE:LINE."""
     status = error.code or type(error).__name__
     # A status text may hold several lines; the first says what happened.
     text = error.message.strip().splitlines()[0]
@@ -74,7 +74,8 @@ def describe(error: StepaheadError) -> str:
     # Most texts name their field already.
     where = "" if field in text else f" [{field}]"
     hint = _hint(error)
-    return f"error: {status}{where}: {text}" + (f" ({hint})" if hint else "")
+    begin = f"{place}: error" if place else "error"
+    return f"{begin}: {status}{where}: {text}" + (f" ({hint})" if hint else "")
 
 
 def _option_of(path: str) -> str:

@@ -1,6 +1,5 @@
 """`stepahead generate`: one request, or a file of them."""
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Unpack
 import click
 from rich.console import Console
 
-from stepahead.cli.failures import describe, exit_code_of
-from stepahead.cli.interrupting import cancelled_by_signals
+from stepahead.cli.generate_file import generate_all
+from stepahead.cli.interrupting import cancelled_by_signals, run_until_signal
 from stepahead.cli.options import (
     CONTEXT_SETTINGS,
     TokenIds,
@@ -18,26 +17,10 @@ from stepahead.cli.options import (
     generation_options,
     json_option,
 )
-from stepahead.cli.prompt_tokens import with_prompt_tokens, with_prompt_tokens_async
-from stepahead.cli.rendering import (
-    Json,
-    completion_object,
-    decode_rate,
-    error_object,
-    logprob_lines,
-    prompt_logprob_lines,
-)
+from stepahead.cli.prompt_tokens import with_prompt_tokens
+from stepahead.cli.rendering import answer_lines, completion_object, decode_rate, prompt_logprob_lines
 from stepahead.cli.request_file import read_requests
-from stepahead.client import (
-    AsyncClient,
-    ChatMessage,
-    Client,
-    Completion,
-    GenerateOptions,
-    GenerationRequest,
-    Prompt,
-    StepaheadError,
-)
+from stepahead.client import ChatMessage, Client, Completion, GenerateOptions, Prompt, StepaheadError
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -85,9 +68,13 @@ def generate(
     given = [each for each in (prompt, prompt_ids, input_path) if each is not None]
     if len(given) != 1:
         raise click.UsageError("give exactly one of PROMPT, --token-ids and --input")
+    if as_chat and prompt is None:
+        raise click.UsageError("--chat goes with PROMPT; a line of --input holds messages itself")
     if input_path is not None:
+        if options.get("request_id"):
+            raise click.UsageError("--request-id names one request; a line of --input has its own request_id")
         requests = read_requests(input_path, options)
-        raise SystemExit(asyncio.run(_generate_all(address, requests, concurrency, as_json=as_json)))
+        raise SystemExit(run_until_signal(generate_all(address, requests, concurrency, as_json=as_json)))
     request = _prompt(prompt, prompt_ids, as_chat=as_chat)
     with Client(address) as client:
         if as_json:
@@ -129,12 +116,10 @@ def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> N
             raise
         completion = stream.completion()
     shows_ids = not any(choice.text for choice in completion.choices) and not client.get_model().has_tokenizer
-    for choice in completion.choices:
-        if several:
-            click.echo(f"--- choice {choice.index} ({choice.finish_reason.value})\n{choice.text}", nl=False)
-        click.echo(",".join(map(str, choice.token_ids)) if shows_ids else "")
-        for line in logprob_lines(choice.logprobs):
-            click.echo(line)
+    lines = answer_lines(completion, shows_ids=shows_ids)
+    # One answer's text is there already, but for the end of its line.
+    for line in lines if several or shows_ids else ["", *lines[1:]]:
+        click.echo(line)
     for line in prompt_logprob_lines(with_prompt_tokens(client, prompt, completion)):
         click.echo(line)
     if sys.stdout.isatty():
@@ -152,36 +137,3 @@ def show_statistics(completion: Completion) -> None:
     if rate is not None:
         parts.append(f"{rate:.1f} tokens/s")
     Console(stderr=True).print(", ".join(parts), style="dim", highlight=False)
-
-
-async def _generate_all(address: str, requests: list[GenerationRequest], concurrency: int, *, as_json: bool) -> int:
-    """Runs all requests and prints them in the order of the file; returns the exit code of the first failure."""
-    slots = asyncio.Semaphore(concurrency)
-    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-
-        async def run(request: GenerationRequest) -> Completion | StepaheadError:
-            async with slots:
-                try:
-                    completion = await client.generate(request)
-                    return await with_prompt_tokens_async(client, request.prompt, completion)
-                except StepaheadError as error:
-                    return error
-
-        exit_code = 0
-        for request, task in [(each, group.create_task(run(each))) for each in requests]:
-            outcome = await task
-            if isinstance(outcome, StepaheadError):
-                exit_code = exit_code or exit_code_of(outcome)
-                click.echo(describe(outcome), err=True)
-            if as_json:
-                click.echo(json.dumps(_outcome_object(request, outcome)))
-            elif isinstance(outcome, Completion):
-                for choice in outcome.choices:
-                    click.echo(choice.text)
-    return exit_code
-
-
-def _outcome_object(request: GenerationRequest, outcome: Completion | StepaheadError) -> dict[str, Json]:
-    if isinstance(outcome, Completion):
-        return completion_object(outcome)
-    return error_object(request.request_id, outcome)

@@ -6,12 +6,13 @@ running on the server until its re-attach window is over. Here a signal only can
 its own, and reading the stream ends by itself.
 """
 
+import asyncio
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from stepahead.client import RequestCancelledError
 
@@ -27,6 +28,7 @@ class Cancellable(Protocol):
 
 
 _S = TypeVar("_S", bound=Cancellable)
+_T = TypeVar("_T")
 
 
 class _Guard:
@@ -66,7 +68,7 @@ def cancelled_by_signals(opening: AbstractContextManager[_S]) -> Generator[_S]:
         SystemExit: with 128 + the signal's number, after another one.
     """
     guard = _Guard()
-    kept = {each: signal.getsignal(each) for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
+    kept = {each: signal.getsignal(each) for each in _heeded()}
     for each in kept:
         signal.signal(each, guard.on_signal)
     try:
@@ -84,5 +86,38 @@ def cancelled_by_signals(opening: AbstractContextManager[_S]) -> Generator[_S]:
         for each, handler in kept.items():
             signal.signal(each, handler)
     if guard.received:
-        number = guard.received[0]
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        raise _end_of(guard.received[0])
+
+
+def run_until_signal(work: Coroutine[Any, Any, _T]) -> _T:
+    """Runs asyncio work in a loop of its own; the first signal cancels it. Otherwise as `cancelled_by_signals`."""
+    received: list[int] = []
+
+    async def run() -> _T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.create_task(work)
+
+        def on_signal(number: int) -> None:
+            # A second one must not end the wait for the server to hear of the first.
+            if not received:
+                task.cancel()
+            received.append(number)
+
+        for each in _heeded():
+            loop.add_signal_handler(each, on_signal, each)
+        return await task
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise _end_of(received[0]) from None
+
+
+def _heeded() -> list[signal.Signals]:
+    return [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+def _end_of(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

@@ -78,6 +78,21 @@ def decode_rate(completion: Completion) -> float | None:
     return num_intervals / (completion.timings.decode_ns / 1e9)
 
 
+def answer_lines(completion: Completion, *, shows_ids: bool, place: str = "") -> list[str]:
+    """Choices for a terminal, each with its log probabilities; several are labelled, `place` before their number.
+
+    `shows_ids` prints token ids where a model without a tokenizer has no text.
+    """
+    several = len(completion.choices) > 1
+    lines: list[str] = []
+    for choice in completion.choices:
+        if several:
+            lines.append(f"--- {place}choice {choice.index} ({choice.finish_reason.value})")
+        lines.append(",".join(map(str, choice.token_ids)) if shows_ids else choice.text)
+        lines += logprob_lines(choice.logprobs)
+    return lines
+
+
 def logprob_lines(logprobs: Sequence[TokenLogprob | None]) -> list[str]:
     """Log probabilities for a terminal: one line per token, with the likeliest ones behind it.
 

@@ -4,53 +4,105 @@ Each line is an object: `prompt` (text, token ids, or messages with role and con
 generation by its Python name. Options on the command line are the defaults of every line.
 """
 
+import difflib
 import json
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from stepahead.client import GenerateOptions, GenerationRequest
+from stepahead.client import GenerateOptions, GenerationRequest, InvalidRequestError
+from stepahead.client.messages import generate_message
 
-_NAMES = frozenset(field.name for field in fields(GenerationRequest))
-
-
-def read_requests(path: Path, defaults: GenerateOptions) -> list[GenerationRequest]:
-    """All requests of the file ("-": stdin). Raises click.ClickException naming the first bad line."""
-    text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    return [
-        _read_request(line, number, defaults)
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.strip()
-    ]
+_NAMES = tuple(sorted(field.name for field in fields(GenerationRequest)))
+_MAX_SHOWN = 20
 
 
-def _read_request(line: str, number: int, defaults: GenerateOptions) -> GenerationRequest:
+@dataclass(frozen=True, slots=True)
+class FileRequest:
+    """One request and where it stands; lines count from 1."""
+
+    file: str
+    line: int
+    request: GenerationRequest
+
+    @property
+    def place(self) -> str:
+        """Its place as compilers write it."""
+        return f"{self.file}:{self.line}"
+
+
+class _BadLine(Exception):
+    """What is wrong with a line."""
+
+
+def read_requests(path: Path, defaults: GenerateOptions) -> list[FileRequest]:
+    """All requests of the file ("-": stdin).
+
+    Every line is read before any is sent, so that a slip in the last one costs nobody the hour before it.
+
+    Raises:
+        click.UsageError: naming every line that is no request, or the file if it has none.
+    """
+    name = "stdin" if str(path) == "-" else str(path)
+    # Lines end where the bytes say so: Python's own idea of lines would cut texts that hold U+2028.
+    lines = (sys.stdin.buffer.read() if name == "stdin" else path.read_bytes()).split(b"\n")
+    requests: list[FileRequest] = []
+    faults: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(FileRequest(name, number, _read_request(line, defaults)))
+        except _BadLine as fault:
+            faults.append(f"{name}:{number}: {fault}")
+    if faults:
+        shown = faults[:_MAX_SHOWN]
+        if len(faults) > len(shown):
+            shown.append(f"and {len(faults) - len(shown)} more")
+        raise click.UsageError("\n  ".join(["nothing was sent, there are lines that are no request:", *shown]))
+    if not requests:
+        raise click.UsageError(f"{name} holds no request")
+    return requests
+
+
+def _read_request(line: bytes, defaults: GenerateOptions) -> GenerationRequest:
     try:
-        decoded: object = json.loads(line)
+        # Some editors begin a file with a byte order mark.
+        decoded: object = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _BadLine(f"no UTF-8 at byte {error.start + 1}") from error
     except ValueError as error:
-        raise click.UsageError(f"line {number}: {error}") from error
+        raise _BadLine(f"no JSON: {error}") from error
     if not isinstance(decoded, dict):
-        raise click.UsageError(f"line {number}: not an object")
+        raise _BadLine("not an object")
     values = cast(dict[str, Any], decoded)
-    unknown = sorted(values.keys() - _NAMES)
-    if unknown:
-        raise click.UsageError(
-            f"line {number}: unknown {', '.join(unknown)}; known are {', '.join(sorted(_NAMES))}"
-        )
+    for name in values:
+        if name not in _NAMES:
+            raise _BadLine(f"unknown {name}{_meant(name)}")
     if not isinstance(values.get("prompt"), str | list):
-        raise click.UsageError(f"line {number}: prompt must be text, token ids or messages")
+        raise _BadLine("prompt must be text, token ids or messages")
     biases = values.get("logit_bias")
     if isinstance(biases, dict):
         # The keys of a JSON object are texts.
-        values["logit_bias"] = {_token_id(key, number): bias for key, bias in cast(dict[str, Any], biases).items()}
+        values["logit_bias"] = {_token_id(key): bias for key, bias in cast(dict[str, Any], biases).items()}
     merged: dict[str, Any] = {**defaults, **values}
-    return GenerationRequest(**merged)
+    request = GenerationRequest(**merged)
+    try:
+        generate_message(request)
+    except InvalidRequestError as error:
+        raise _BadLine(error.message) from error
+    return request
 
 
-def _token_id(key: str, number: int) -> int:
-    if not key.isdecimal():
-        raise click.UsageError(f"line {number}: logit_bias: {key!r} is no token id")
+def _meant(name: str) -> str:
+    close = difflib.get_close_matches(name, _NAMES, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(_NAMES)}"
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise _BadLine(f"logit_bias: {key!r} is no token id")
     return int(key)
