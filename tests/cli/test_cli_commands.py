@@ -239,7 +239,6 @@ def test_unclear_input_is_a_usage_error(stepahead, arguments, text):
 @pytest.mark.parametrize(
     ("status", "parts"),
     [
-        (violation("sampling.top_p"), ["INVALID_ARGUMENT: sampling.top_p is wrong"]),
         (retry_status(grpc.StatusCode.NOT_FOUND, 0), ["NOT_FOUND"]),
         (retry_status(grpc.StatusCode.RESOURCE_EXHAUSTED, 500), ["try again in 0.5 s"]),
         (retry_status(grpc.StatusCode.UNAVAILABLE, 500), ["UNAVAILABLE", "try later"]),
@@ -255,6 +254,14 @@ def test_failure_is_one_line_on_stderr_and_exit_code_1(stepahead, fake: FakeServ
     assert len(result.stderr.splitlines()) == 1
     for part in parts:
         assert part in result.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat", "hi"), ("generate", "hi", "--json")])
+def test_what_the_server_refuses_exits_as_what_is_refused_here(stepahead, fake: FakeServer, command):
+    fake.generate = failing(violation("sampling.top_p"))
+    result = stepahead(*command, "--address", fake.address)
+    assert (result.exit_code, stepahead(*command, "--top-k", str(2**40)).exit_code) == (2, 2)
+    assert result.stderr == "error: INVALID_ARGUMENT: sampling.top_p is wrong (option --top-p)\n"
 
 
 def test_field_is_named_even_if_the_text_does_not(stepahead, fake: FakeServer):

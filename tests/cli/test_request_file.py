@@ -62,7 +62,7 @@ def test_answers_keep_the_order_and_a_refused_line_costs_no_other(run, fake: Fak
     assert [(each["line"], each["request_id"]) for each in objects] == [(1, "a"), (3, "b"), (4, "c")]
     assert [each.get("text") for each in objects] == ["ONE", None, "THREE"]
     assert objects[1]["error"]["fields"] == ["sampling.top_p"]
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert result.stderr.startswith(f"{tmp_path / 'requests.jsonl'}:3: error: INVALID_ARGUMENT: sampling.top_p")
     assert {each.request_id: each.stopping.max_tokens for each in fake.requests} == {"a": 4, "b": 4, "c": 9}
     (third,) = (each for each in fake.requests if each.request_id == "c")  # two at a time come in any order

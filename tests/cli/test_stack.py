@@ -202,7 +202,7 @@ async def test_first_signal_drains_in_order(services: Services, signal_number: i
     with pytest.raises(StackInterrupted) as caught:
         await run_stack(services.stack(), body)
     assert not caught.value.killed
-    assert caught.value.served
+    assert (caught.value.served, caught.value.exit_code) == (True, 128 + signal_number)
     assert services.ends() == ["scheduler SIGTERM", "worker SIGTERM"]
     assert services.view.seen[-1] == "stopping"
 

@@ -36,9 +36,10 @@ def up(stepahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("end", "exit_code", "kept"),
     [
-        (StackInterrupted(killed=False, served=True), 0, False),
-        (StackInterrupted(killed=True, served=True), 130, True),
-        (StackInterrupted(killed=False, served=False), 130, True),
+        (StackInterrupted(2, killed=False, served=True), 0, False),
+        (StackInterrupted(2, killed=True, served=True), 130, True),
+        (StackInterrupted(2, killed=False, served=False), 130, True),
+        (StackInterrupted(15, killed=False, served=False), 143, True),
         (StackError("worker exited with code 1"), 1, True),
     ],
 )
@@ -49,14 +50,14 @@ def test_only_a_clean_stop_is_success_and_takes_its_logs_along(up, tmp_path, end
 
 
 def test_an_interrupt_before_it_serves_is_told_with_the_logs_folder(up, tmp_path):
-    result = up(StackInterrupted(killed=False, served=False))
+    result = up(StackInterrupted(2, killed=False, served=False))
     (folder,) = tmp_path.iterdir()
     assert result.stderr == f"interrupted before it served; logs are in {folder}\n"
 
 
 def test_a_chosen_log_folder_stays(up, tmp_path):
     logs = tmp_path / "logs"
-    assert up(StackInterrupted(killed=False, served=True), "--log-dir", str(logs)).exit_code == 0
+    assert up(StackInterrupted(2, killed=False, served=True), "--log-dir", str(logs)).exit_code == 0
     assert (logs / "worker.log").exists()
 
 

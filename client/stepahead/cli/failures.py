@@ -1,10 +1,10 @@
 """How the command ends when something fails: an exit code, and one line on stderr.
 
 0    done
-1    it failed: the server refused (the line names the field), or nobody serves (it says what to do next)
-2    usage: a wrong option or argument, found before anything was sent
+1    it failed: nobody serves, it took too long, a service ended (the line says what to do next)
+2    the input is refused, here or by the server: the line names the option, the field or the line of the file
 3    `health` only: the service takes no work
-130  interrupted
+130  interrupted by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP: 128 and the signal's number
 """
 
 import re
@@ -50,19 +50,19 @@ class StackError(Exception):
 class StackInterrupted(Exception):
     """The user asked the locally started services to stop.
 
-    `killed` says that they asked twice, `served` that everything had started before.
+    `signal_number` says how, `killed` that they asked twice, `served` that everything had started before.
     """
 
-    def __init__(self, *, killed: bool, served: bool) -> None:
+    def __init__(self, signal_number: int, *, killed: bool, served: bool) -> None:
         super().__init__("interrupted")
+        self.exit_code = 128 + signal_number
         self.killed = killed
         self.served = served
 
 
 def exit_code_of(error: StepaheadError) -> int:
     """The exit code for an error of the client."""
-    # Only this side refuses a field without the server's reason: the value fits no message.
-    return EXIT_USAGE if isinstance(error, InvalidRequestError) and not error.reason else EXIT_FAILURE
+    return EXIT_USAGE if isinstance(error, InvalidRequestError) else EXIT_FAILURE
 
 
 def describe(error: StepaheadError, *, place: str = "") -> str:

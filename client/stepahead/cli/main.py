@@ -48,7 +48,9 @@ class RootGroup(LazyGroup):
         except StackError as error:
             show_stack_error(Console(stderr=True), error)
             ctx.exit(EXIT_FAILURE)
-        except (KeyboardInterrupt, StackInterrupted):
+        except StackInterrupted as interrupted:
+            ctx.exit(interrupted.exit_code)
+        except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
 
 
@@ -58,5 +60,5 @@ def main() -> None:
     """Serve language models, and talk to them.
 
     Every option is also an environment variable: --max-tokens is STEPAHEAD_MAX_TOKENS. Exit codes: 0 done,
-    2 wrong usage, 130 interrupted, 1 anything else: stderr says what, and what to do next.
+    2 the input was refused, 130 interrupted, 1 anything else: stderr says what, and what to do next.
     """

@@ -266,12 +266,11 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
 
     loop = asyncio.get_running_loop()
     work = asyncio.create_task(serve())
-    num_signals = 0
+    received: list[int] = []
 
-    def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
             work.cancel()
         else:
             stack.kill()
@@ -279,15 +278,15 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
     # A closed terminal stops the stack as Ctrl-C does, except under nohup, which ignores its signal.
     stop_signals = [each for each in _STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     for signal_number in stop_signals:
-        loop.add_signal_handler(signal_number, on_signal)
+        loop.add_signal_handler(signal_number, on_signal, signal_number)
     try:
         result = await work
         await stack.stop()
     except asyncio.CancelledError:
         await stack.stop()
-        if num_signals == 0:
+        if not received:
             raise
-        raise StackInterrupted(killed=num_signals > 1, served=served) from None
+        raise StackInterrupted(received[0], killed=len(received) > 1, served=served) from None
     except Exception as error:
         await _stop_after(error, stack)
         raise

@@ -29,7 +29,8 @@ def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[
     """Serve a model: start a scheduler and its workers on this machine.
 
     Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends it at
-    once. Exit code 0 after requests have finished in order, 130 if it was interrupted before it served.
+    once. Exit code 0 after requests have finished in order, 130 (SIGTERM: 143) if it was interrupted before it
+    served.
     """
     require_extras("scheduler", "worker")
     require_free_port(listen)
