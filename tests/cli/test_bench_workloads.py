@@ -230,3 +230,9 @@ def test_the_peers_contract_is_kept_by_the_common_part():
         {"token_times_s": [[1.0, 2.0]]},
     ]
     assert "noise" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["", "  ", "a 'b"])
+def test_a_peer_that_names_no_command_is_a_usage_error(stepahead, command):
+    result = stepahead("bench", "throughput", "--model", "toy:sleep", "--vs", "python peer.py", "--vs", command)
+    assert (result.exit_code, "Invalid value for '--vs'" in result.stderr) == (2, True)

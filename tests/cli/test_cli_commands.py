@@ -223,6 +223,14 @@ def test_a_failure_after_some_text_begins_a_line_of_its_own(stepahead, fake: Fak
         ((), "exactly one of"),
         (("hi", "--token-ids", "1"), "exactly one of"),
         (("--token-ids", "x"), "no list of token ids"),
+        (("--token-ids", "1,,2"), "'--token-ids': '1,,2' is no list of token ids"),
+        (("--token-ids", ""), "'--token-ids': '' is no list"),
+        (("--token-ids", "1_0"), "'1_0' is no list"),
+        (("hi", "--allowed-token-ids", ""), "'--allowed-token-ids': '' is no list"),
+        (("hi", "--stop-token-ids", ","), "'--stop-token-ids': ',' is no list"),
+        (("hi", "--bad-words", "1", "--bad-words", ""), "'--bad-words': '' is no list"),
+        (("hi", "--logit-bias", "=1"), "no bias of a token"),
+        (("hi", "--logit-bias", ""), "no bias of a token"),
         (("hi", "--logit-bias", "7"), "no bias of a token"),
         (("hi", "--logit-bias", "7=1", "--logit-bias", "7=2"), "a token id occurs twice"),
         (("hi", "--json-schema", "@/no/such/file"), "cannot read"),
@@ -278,7 +286,6 @@ def test_field_is_named_even_if_the_text_does_not(stepahead, fake: FakeServer):
         (["--reattach-window", "-1"], "at least 0 and at most 4294967 seconds, not -1 (option --reattach-window)"),
         (["--timeout", "nan"], "above 0 and at most 4294967 seconds, not nan (option --timeout)"),
         (["--logprobs", "-1"], "(option --logprobs)"),
-        (["--logit-bias", "-7=1"], "(option --logit-bias)"),
     ],
 )
 def test_a_refused_value_names_its_option(stepahead, arguments, words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -35,6 +36,24 @@ class ShapeType(click.ParamType[Shape]):
             self.fail(str(error), param, ctx)
 
 
+class PeerCommand(click.ParamType[str]):
+    """A command line, quoted as in a shell; the text is passed on."""
+
+    name = "COMMAND"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Checks the option's text."""
+        text = str(value)
+        try:
+            parts = shlex.split(text)
+        except ValueError as error:
+            self.fail(f"{text!r}: {error}", param, ctx)
+        if not parts:
+            self.fail(f"{text!r} names no command", param, ctx)
+        return text
+
+
 class BenchArguments(TypedDict):
     """What is measured."""
 
@@ -61,7 +80,7 @@ def bench_options(command: _Callback) -> _Callback:
         click.option("--server", metavar="HOST:PORT", help="Instead of --model: a scheduler that runs already."),
         click.option("--client", type=click.Choice(["multiplex", "generate"]), default="multiplex"),
         click.option(
-            "--vs", multiple=True, metavar="COMMAND",
+            "--vs", multiple=True, type=PeerCommand(),
             help="A peer's script with its interpreter and arguments, run in turn with ours. Repeatable.",
         ),
         click.option("--rounds", type=click.IntRange(1), default=3, help="Runs per cell; medians are shown."),

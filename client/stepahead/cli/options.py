@@ -38,10 +38,15 @@ class TokenIds(click.ParamType[tuple[int, ...]]):
         """Parses the option's text; a default that is parsed already stays."""
         if isinstance(value, tuple):
             return value  # pyright: ignore[reportUnknownVariableType]
-        try:
-            return tuple(int(part) for part in str(value).split(",") if part.strip())
-        except ValueError:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(_is_number(part) for part in parts):
             self.fail(f"{value!r} is no list of token ids such as 1,2,3", param, ctx)
+        return tuple(map(int, parts))
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is digits and nothing else: Python's own numbers may hold signs and underscores."""
+    return text.isascii() and text.isdigit()
 
 
 class LineText(click.types.StringParamType):
@@ -60,9 +65,12 @@ class TokenBias(click.ParamType[tuple[int, float]]):
         """Parses the option's text."""
         token_id, _, bias = str(value).partition("=")
         try:
-            return int(token_id), float(bias)
+            number = float(bias)
         except ValueError:
+            number = None
+        if number is None or not _is_number(token_id.strip()):
             self.fail(f"{value!r} is no bias of a token such as 7=-2.5", param, ctx)
+        return int(token_id), number
 
 
 class TextOrFile(click.ParamType[str]):
