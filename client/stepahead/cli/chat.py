@@ -5,6 +5,7 @@ from typing import Unpack
 
 import click
 
+from stepahead.cli.connection_notes import ConnectionNotes
 from stepahead.cli.failures import describe
 from stepahead.cli.generate import show_statistics
 from stepahead.cli.interrupting import cancelled_by_signals
@@ -23,7 +24,7 @@ _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
 @generation_options
 def chat(message: str | None, address: str, system: str | None, **options: Unpack[GenerateOptions]) -> None:
     """Talk to the model: MESSAGE for one answer, nothing for a conversation."""
-    with Client(address) as client:
+    with Client(address, on_connection_change=ConnectionNotes(address)) as client:
         conversation = Conversation(client, system, options)
         if message is not None:
             conversation.answer(message)

@@ -8,6 +8,7 @@ from typing import Unpack
 import click
 from rich.console import Console
 
+from stepahead.cli.connection_notes import ConnectionNotes
 from stepahead.cli.generate_file import generate_all
 from stepahead.cli.interrupting import cancelled_by_signals, run_until_signal
 from stepahead.cli.options import (
@@ -76,7 +77,7 @@ def generate(
         requests = read_requests(input_path, options)
         raise SystemExit(run_until_signal(generate_all(address, requests, concurrency, as_json=as_json)))
     request = _prompt(prompt, prompt_ids, as_chat=as_chat)
-    with Client(address) as client:
+    with Client(address, on_connection_change=ConnectionNotes(address)) as client:
         if as_json:
             _print_object(client, request, options)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import click
 
+from stepahead.cli.connection_notes import ConnectionNotes
 from stepahead.cli.failures import describe, exit_code_of
 from stepahead.cli.prompt_tokens import with_prompt_tokens_async
 from stepahead.cli.rendering import Json, answer_lines, completion_object, error_object, prompt_logprob_lines
@@ -16,7 +17,7 @@ from stepahead.client import AsyncClient, Completion, StepaheadError
 async def generate_all(address: str, requests: Sequence[FileRequest], concurrency: int, *, as_json: bool) -> int:
     """Runs all requests and prints what becomes of each; returns the exit code of the first that failed."""
     slots = asyncio.Semaphore(concurrency)
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, on_connection_change=ConnectionNotes(address)) as client:
 
         async def run(request: FileRequest) -> Completion | StepaheadError:
             async with slots:

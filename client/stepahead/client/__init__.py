@@ -28,6 +28,7 @@ from stepahead.client.errors import (
     UnsupportedError,
 )
 from stepahead.client.multiplex import AsyncMultiplex, MultiplexUpdate
+from stepahead.client.reattaching import ConnectionChange, OnConnectionChange
 from stepahead.client.requests import ChatTurn, GenerateOptions, GenerationRequest, Prompt
 from stepahead.client.status import SchedulerState, ServerStatus, WorkerStatus
 from stepahead.client.sync_client import Client
@@ -61,6 +62,7 @@ __all__ = [
     "Client",
     "Completion",
     "CompletionStream",
+    "ConnectionChange",
     "DeadlineError",
     "Delta",
     "FailedPreconditionError",
@@ -73,6 +75,7 @@ __all__ = [
     "ModelInfo",
     "MultiplexUpdate",
     "NotFoundError",
+    "OnConnectionChange",
     "OverloadedError",
     "Phase",
     "Prompt",

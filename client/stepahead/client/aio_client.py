@@ -22,6 +22,7 @@ from stepahead.client.messages import (
 )
 from stepahead.client.multiplex import AsyncMultiplex, MultiplexCall
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
+from stepahead.client.reattaching import OnConnectionChange
 from stepahead.client.requests import (
     ChatTurn,
     GenerateOptions,
@@ -50,6 +51,9 @@ class AsyncClient:
     `timeout` is the default deadline of a generation, `call_timeout` that of every other call, both in
     seconds (None: none). Create it inside the running loop; the connection opens with the first call and is
     shared by all of them. Every method raises a StepaheadError.
+
+    `on_connection_change` is called when a stream loses its connection and tries to attach again, and when it is
+    back, in the task that reads the stream; what it raises ends the reading.
     """
 
     def __init__(
@@ -58,7 +62,9 @@ class AsyncClient:
         *,
         timeout: float | None = None,
         call_timeout: float | None = 30.0,
+        on_connection_change: OnConnectionChange | None = None,
     ) -> None:
+        self._on_connection_change = on_connection_change
         self._timeout = check_timeout(timeout)
         self._call_timeout = check_timeout(call_timeout)
         self.address = address
@@ -99,7 +105,9 @@ class AsyncClient:
     ) -> AsyncCompletionStream:
         """The answer as it is made; see AsyncCompletionStream. Values that do not fit are refused at once."""
         request = with_default_timeout(make_request(prompt, **options), self._timeout)
-        return AsyncCompletionStream(self._generation, request, generate_message(request), self._streams)
+        return AsyncCompletionStream(
+            self._generation, request, generate_message(request), self._streams, self._on_connection_change
+        )
 
     def multiplex(self) -> AsyncMultiplex:
         """Many requests over one stream; see AsyncMultiplex. Their default timeout is the client's."""

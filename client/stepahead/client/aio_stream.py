@@ -13,7 +13,7 @@ import grpc.aio
 
 from stepahead.client.errors import RequestCancelledError, StepaheadError, from_rpc_error
 from stepahead.client.folding import FoldedStream
-from stepahead.client.reattaching import CANCEL_TIMEOUT_S, leaves_request_running
+from stepahead.client.reattaching import CANCEL_TIMEOUT_S, OnConnectionChange, leaves_request_running
 from stepahead.client.requests import GenerationRequest
 from stepahead.client.values import Completion, Delta
 from stepahead.v1 import generation_pb2, generation_pb2_grpc
@@ -53,8 +53,9 @@ class AsyncCompletionStream(FoldedStream):
         request: GenerationRequest,
         message: generation_pb2.GenerateRequest,
         open_streams: "set[AsyncCompletionStream]",
+        on_connection_change: OnConnectionChange | None = None,
     ) -> None:
-        super().__init__(request, message)
+        super().__init__(request, message, on_connection_change)
         self._stub = stub
         # The client's, which closes them.
         self._open_streams = open_streams

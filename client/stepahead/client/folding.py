@@ -6,13 +6,14 @@ contiguous and only grow, each choice ends once, and nothing follows the end. A 
 may say again what came before the wanted indexes; it is dropped here.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stepahead.client import convert
 from stepahead.client.errors import DeadlineError, ProtocolError, StepaheadError
-from stepahead.client.reattaching import Reattachment
+from stepahead.client.reattaching import ConnectionChange, OnConnectionChange, Reattachment
 from stepahead.client.requests import GenerationRequest, prompt_token_ids
 from stepahead.client.values import Choice, Completion, Delta, Phase, Started, Timings, TokenLogprob, Usage
 from stepahead.v1 import generation_pb2
@@ -235,9 +236,15 @@ class CompletionFold:
 class FoldedStream:
     """What can be read of a request at any moment; the blocking and the asyncio stream add how it is read."""
 
-    def __init__(self, request: GenerationRequest, message: generation_pb2.GenerateRequest) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        message: generation_pb2.GenerateRequest,
+        on_connection_change: OnConnectionChange | None,
+    ) -> None:
         self._fold = CompletionFold(request)
         self._message = message
+        self._on_connection_change = on_connection_change
         self._timeout_s = request.timeout
         self._deadline_s: float | None = None
         window_ms = message.scheduling.reattach_window_ms
@@ -281,15 +288,21 @@ class FoldedStream:
     def _note_answer(self, events: Iterable[generation_pb2.GenerationEvent]) -> None:
         """A message came. Started alone is no news: it opens every call."""
         self._reattachment.note_answer(is_news=any(not event.HasField("started") for event in events))
+        if self._reattachment.is_back() and self._on_connection_change is not None:
+            self._on_connection_change(ConnectionChange(self._message.request_id))
 
     def _delay_after(self, error: StepaheadError, now_s: float) -> float:
         """How long to wait before the next call. Raises the error that ends the stream."""
         delay_s = self._reattachment.delay_after(error, now_s)
-        if self._deadline_s is None:
-            return delay_s
-        if now_s >= self._deadline_s:
+        left_s = math.inf if self._deadline_s is None else self._deadline_s - now_s
+        if left_s <= 0:
             raise DeadlineError(f"the {self._timeout_s:g} s passed without a connection", code="DEADLINE_EXCEEDED")
-        return min(delay_s, self._deadline_s - now_s)
+        news = self._reattachment.news_after_break(now_s)
+        if news is not None and self._on_connection_change is not None:
+            broken, window_s = news
+            change = ConnectionChange(self._message.request_id, broken, min(window_s, left_s))
+            self._on_connection_change(change)
+        return min(delay_s, left_s)
 
     def _attach_message(self) -> generation_pb2.AttachRequest:
         """Asks for the rest of the stream."""

@@ -1,5 +1,8 @@
 """What a stream does when its call breaks: the part without I/O and without a clock. Times are in seconds."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from stepahead.client.errors import (
     DeadlineError,
     InternalError,
@@ -19,6 +22,27 @@ CANCEL_TIMEOUT_S = 5.0
 _UNKNOWN_THERE = (NotFoundError, UnsupportedError, InvalidRequestError)
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionChange:
+    """A stream has lost its connection, or has it again; `OnConnectionChange` is told.
+
+    `error` is what broke it and `seconds_left` how long the stream will try to attach again; None and 0 once it is
+    back.
+    """
+
+    request_id: str
+    error: StepaheadError | None = None
+    seconds_left: float = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is gone."""
+        return self.error is not None
+
+
+OnConnectionChange = Callable[[ConnectionChange], None]
+
+
 class Reattachment:
     """Decides, break by break, whether and when to attach again.
 
@@ -34,6 +58,8 @@ class Reattachment:
         self._broken: StepaheadError | None = None
         self._give_up_s = 0.0
         self._num_tries = 0
+        # Whether the caller has been told of a break and not yet of its end.
+        self._is_told = False
 
     def note_answer(self, *, is_news: bool) -> None:
         """A message came; `is_news` unless it only repeats."""
@@ -41,6 +67,21 @@ class Reattachment:
         if is_news:
             self._broken = None
             self._num_tries = 0
+
+    def news_after_break(self, now_s: float) -> tuple[StepaheadError, float] | None:
+        """What to tell of a break that was not told yet: its error, and the seconds until it is given up.
+
+        A request that was never accepted has lost nothing: it has its one try, and then the error says all.
+        """
+        if self._broken is None or self._is_told or not self._was_accepted:
+            return None
+        self._is_told = True
+        return self._broken, max(0.0, self._give_up_s - now_s)
+
+    def is_back(self) -> bool:
+        """Whether an answer ends a break that was told. Asked for every message, true once."""
+        was_told, self._is_told = self._is_told, False
+        return was_told
 
     def delay_after(self, error: StepaheadError, now_s: float) -> float:
         """How long to wait before attaching. Raises what ends the stream: `error`, or that of the break."""

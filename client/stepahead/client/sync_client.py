@@ -19,6 +19,7 @@ from stepahead.client.messages import (
     tokenize_message,
 )
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
+from stepahead.client.reattaching import OnConnectionChange
 from stepahead.client.requests import (
     ChatTurn,
     GenerateOptions,
@@ -50,6 +51,9 @@ class Client:
     `timeout` is the default deadline of a generation, `call_timeout` that of every other call, both in
     seconds (None: none). The connection opens with the first call, is shared by all of them and is safe to
     use from several threads. Every method raises a StepaheadError.
+
+    `on_connection_change` is called when a stream loses its connection and tries to attach again, and when it is
+    back, on the thread that reads the stream; what it raises ends the reading.
     """
 
     def __init__(
@@ -58,7 +62,9 @@ class Client:
         *,
         timeout: float | None = None,
         call_timeout: float | None = 30.0,
+        on_connection_change: OnConnectionChange | None = None,
     ) -> None:
+        self._on_connection_change = on_connection_change
         self._timeout = check_timeout(timeout)
         self._call_timeout = check_timeout(call_timeout)
         self.address = address
@@ -97,7 +103,9 @@ class Client:
     def stream(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> CompletionStream:
         """The answer as it is made; see CompletionStream. Values that do not fit are refused at once."""
         request = with_default_timeout(make_request(prompt, **options), self._timeout)
-        return CompletionStream(self._generation, request, generate_message(request), self._streams)
+        return CompletionStream(
+            self._generation, request, generate_message(request), self._streams, self._on_connection_change
+        )
 
     def cancel(self, request_ids: Sequence[str]) -> dict[str, CancelOutcome]:
         """Ends requests by id; says for each what was found."""

@@ -12,7 +12,7 @@ import grpc
 
 from stepahead.client.errors import RequestCancelledError, StepaheadError, from_rpc_error
 from stepahead.client.folding import FoldedStream
-from stepahead.client.reattaching import CANCEL_TIMEOUT_S, leaves_request_running
+from stepahead.client.reattaching import CANCEL_TIMEOUT_S, OnConnectionChange, leaves_request_running
 from stepahead.client.requests import GenerationRequest
 from stepahead.client.values import Completion, Delta
 from stepahead.v1 import generation_pb2, generation_pb2_grpc
@@ -45,8 +45,9 @@ class CompletionStream(FoldedStream):
         request: GenerationRequest,
         message: generation_pb2.GenerateRequest,
         open_streams: "set[CompletionStream]",
+        on_connection_change: OnConnectionChange | None = None,
     ) -> None:
-        super().__init__(request, message)
+        super().__init__(request, message, on_connection_change)
         self._stub = stub
         # The client's, which closes them.
         self._open_streams = open_streams
