@@ -11,7 +11,7 @@ from stepahead.cli.local_services import passing_log_dir, require_extras
 from stepahead.cli.options import CONTEXT_SETTINGS, StackArguments, stack_options
 from stepahead.cli.rendering import decode_rate
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
-from stepahead.cli.stack_view import ConsoleView, banner
+from stepahead.cli.stack_view import ConsoleView, show_banner
 from stepahead.client import AsyncClient, ChatMessage, Completion, ServerStatus
 
 
@@ -33,7 +33,7 @@ async def _demonstrate(options: StackOptions, prompt: str, max_tokens: int, log_
 
         async def ask(ready: StackReady) -> None:
             view.serving()
-            Console().print(banner(ready, options, log_dir))
+            show_banner(ready, options, log_dir)
             async with AsyncClient(ready.address) as client:
                 completion = await _answer(client, prompt, max_tokens)
                 _show_figures(completion, await client.status())

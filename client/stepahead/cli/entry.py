@@ -1,8 +1,13 @@
 """What the `stepahead` script starts: imports next to nothing itself, so that Ctrl-C is quiet at once."""
 
+import errno
+import os
 import sys
 
 EXIT_INTERRUPTED = 130
+_EXIT_FAILURE = 1
+# What writing runs into; a closed pipe ends quietly before it comes here.
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
@@ -13,3 +18,11 @@ def main() -> None:
         command()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        # An error that names a file is about opening it.
+        if error.errno not in _WRITE_ERRORS or error.filename is not None:
+            raise
+        # What is still buffered would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"error: cannot write the output: {error.strerror}\n")
+        sys.exit(_EXIT_FAILURE)

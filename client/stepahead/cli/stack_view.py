@@ -4,6 +4,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import click
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -74,6 +75,16 @@ class ConsoleView:
         """Says what is waited for."""
         self._progress.stop()
         self._console.print("stopping: accepted requests may finish, Ctrl-C again ends them at once", style="dim")
+
+
+def show_banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> None:
+    """Prints the banner on standard output."""
+    console = Console()
+    # Printed by click, which raises where the pipe is closed: rich would end the process from inside of the event
+    # loop, without stopping the services.
+    with console.capture() as captured:
+        console.print(banner(ready, options, log_dir))
+    click.echo(captured.get(), nl=False)
 
 
 def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Panel:

@@ -11,7 +11,7 @@ from stepahead.cli.failures import StackInterrupted
 from stepahead.cli.local_services import kept_log_dir, require_extras, require_free_port
 from stepahead.cli.options import CONTEXT_SETTINGS, ListenAddress, StackArguments, stack_options
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
-from stepahead.cli.stack_view import ConsoleView, banner
+from stepahead.cli.stack_view import ConsoleView, show_banner
 
 
 @click.command(context_settings=CONTEXT_SETTINGS)
@@ -52,7 +52,7 @@ async def _serve(options: StackOptions, log_dir: Path | None) -> None:
 
         async def wait_for_stop(ready: StackReady) -> None:
             view.serving()
-            Console().print(banner(ready, options, log_dir))
+            show_banner(ready, options, log_dir)
             await asyncio.Event().wait()
 
         await run_stack(Stack(options, view, log_dir=log_dir), wait_for_stop)

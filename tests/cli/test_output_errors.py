@@ -1,0 +1,81 @@
+"""Where standard output cannot be written: one line and exit code 1, and nothing at all for a closed pipe."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.client.fake_server import WAIT_S, FakeServer, delta, response, started
+
+COMMAND = (sys.executable, "-c", "from stepahead.cli.entry import main; main()")
+FULL = Path("/dev/full")
+CASES = (
+    ("--help",),
+    ("generate", "hi"),
+    ("generate", "--input"),
+    ("status",),
+    pytest.param(("up", "--model", "toy:score-table"), marks=pytest.mark.e2e),
+)
+
+
+def arguments_of(case: tuple[str, ...], fake: FakeServer, folder: Path) -> list[str]:
+    if case == ("generate", "--input"):
+        path = folder / "requests.jsonl"
+        path.write_text("\n".join(json.dumps({"prompt": "hi"}) for _ in range(3)))
+        return [*case, str(path), "--address", fake.address]
+    if case[0] == "up":
+        return [*case, "--listen", "127.0.0.1:0", "--log-dir", str(folder)]
+    return [*case] if case == ("--help",) else [*case, "--address", fake.address]
+
+
+def run(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=90, check=False
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no file that is always full")
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_disk_is_one_clear_line(fake: FakeServer, tmp_path: Path, case):
+    with FULL.open("wb") as full:
+        done = run(arguments_of(case, fake, tmp_path), full.fileno())
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("stopping")]
+    assert (done.returncode, lines) == (1, ["error: cannot write the output: No space left on device"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_closed_pipe_ends_quietly(fake: FakeServer, tmp_path: Path, case):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run(arguments_of(case, fake, tmp_path), writing)
+    finally:
+        os.close(writing)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("stopping")]
+    assert (done.returncode, lines) == (1, [])
+
+
+def test_f6_a_reader_that_leaves_ends_the_request_on_the_server(fake: FakeServer):
+    """As `stepahead generate ... | head -1` does."""
+
+    def script(request, context):
+        yield response(started(request.request_id))
+        for index in range(10**6):
+            if not context.is_active():
+                return
+            yield response(delta(index, [1], "a line\n"))
+
+    fake.generate = script
+    arguments = [*COMMAND, "generate", "hi", "--request-id", "mine", "--address", fake.address]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == b"a line\n"
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(WAIT_S) == 1
+    assert fake.cancelled_ids == ["mine"]
