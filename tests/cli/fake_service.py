@@ -2,7 +2,7 @@
 
 It appends what happens to it to JOURNAL, one line each. Modes: ok; fail (gives up while loading); die (ends
 by itself once DIE is in the journal); deaf (never ready, ignores SIGTERM); sour (exit code 5
-when stopped); refuse (a scheduler that takes no worker, and goes on).
+when stopped); fade (fails once FAIL is in the journal); refuse (a scheduler that takes no worker, and goes on).
 """
 
 import json
@@ -34,10 +34,10 @@ def on_term(signal_number: int, frame: object) -> None:
 signal.signal(signal.SIGTERM, on_term)
 # A terminal's Ctrl-C must not reach a service: it is the parent's to stop services in order.
 signal.signal(signal.SIGINT, lambda *_: note("SIGINT"))
-note("started " + " ".join(sys.argv[4:]))
+note(f"started {os.getpid()} " + " ".join(sys.argv[4:]))
 announce(event="listening", address=f"127.0.0.1:{os.getpid()}")
 announce(event="progress", what="weights", done=1, total=2)
-if mode == "fail":
+if mode == "fail" or (mode == "fade" and "FAIL" in journal.read_text()):
     sys.stderr.write("first line of the log\nlast line of the log\n")
     announce(event="failed", message="no such model")
     sys.exit(3)

@@ -13,15 +13,14 @@ from rich.console import Console
 
 from stepahead.cli.announcements import Progress
 from stepahead.cli.failures import StackError, StackInterrupted
+from stepahead.cli.restarts import RestartPolicy, Restarts
 from stepahead.cli.stack import (
     ServiceCommands,
     Stack,
-    StackOptions,
     StackReady,
     run_stack,
-    scheduler_arguments,
-    worker_arguments,
 )
+from stepahead.cli.stack_options import StackOptions, scheduler_arguments, worker_arguments
 from stepahead.cli.stack_view import ConsoleView, banner, show_stack_error
 
 FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
@@ -36,6 +35,12 @@ class RecordingView:
 
     def worker_ready(self, name: str) -> None:
         self.seen.append(f"{name} ready")
+
+    def worker_restarts(self, error: StackError, restarts: Restarts, delay_s: float) -> None:
+        self.seen.append(f"again: {error.message} {restarts.num_in_row} {delay_s:g}")
+
+    def worker_back(self, name: str) -> None:
+        self.seen.append(f"back: {name}")
 
     def worker_lost(self, error: StackError) -> None:
         self.seen.append(f"lost: {error.message}")
@@ -53,18 +58,35 @@ class Services:
         self.journal.touch()
         self.view = RecordingView()
 
-    def stack(self, *, worker: str = "ok", scheduler: str = "ok", **options) -> Stack:
+    def stack(
+        self, *, worker: str = "ok", scheduler: str = "ok", restart: RestartPolicy | None = None, **options
+    ) -> Stack:
         commands = ServiceCommands(
             worker=(sys.executable, str(FAKE_SERVICE), "worker", worker, str(self.journal)),
             scheduler=(sys.executable, str(FAKE_SERVICE), "scheduler", scheduler, str(self.journal)),
         )
-        return Stack(StackOptions(model="m", **options), self.view, log_dir=self.folder, commands=commands)
+        return Stack(
+            StackOptions(model="m", **options),
+            self.view,
+            log_dir=self.folder,
+            commands=commands,
+            restart=restart,
+        )
 
     def lines(self) -> list[str]:
         return self.journal.read_text().splitlines()
 
     def ends(self) -> list[str]:
         return [line for line in self.lines() if "started" not in line]
+
+    def worker_pids(self) -> list[int]:
+        """A fake service says its process id for a port."""
+        ready = re.findall(r"^worker started (\d+) ", self.journal.read_text(), re.MULTILINE)
+        return [int(pid) for pid in ready]
+
+    async def until_seen(self, line: str) -> None:
+        while line not in self.view.seen:  # noqa: ASYNC110 - a list
+            await asyncio.sleep(0.01)
 
     async def until(self, line: str) -> None:
         while line not in self.lines():  # noqa: ASYNC110 - another process writes the line
@@ -147,6 +169,63 @@ async def test_the_others_go_on_when_a_worker_dies_and_the_last_one_ends_it(serv
         await run_stack(services.stack(workers=2), body)
     assert len(pids) == 2
     assert services.ends() == ["scheduler SIGTERM"]
+
+
+async def test_a_worker_that_dies_is_started_again_where_it_was(services: Services):
+    policy = RestartPolicy(most=2, first_delay_s=0.01)
+    killed = "worker was ended by SIGKILL"
+
+    async def body(ready: StackReady) -> None:
+        for num_in_row in (1, 2, 3):
+            os.kill(services.worker_pids()[-1], signal.SIGKILL)
+            if num_in_row < 3:
+                await services.until_seen(f"again: {killed} {num_in_row} {0.01 * num_in_row:g}")
+                while services.view.seen.count("back: worker") < num_in_row:  # noqa: ASYNC110 - a list
+                    await asyncio.sleep(0.01)
+            assert services.ends() == [], "the scheduler serves on"
+        await asyncio.Event().wait()
+
+    with pytest.raises(StackError, match=f"{killed}; it was started again 2 times and never served for 60 s"):
+        await run_stack(services.stack(restart=policy), body)
+    pids, starts = services.worker_pids(), [line for line in services.lines() if line.startswith("worker started")]
+    assert len(set(pids)) == len(starts) == 3
+    assert "--listen 127.0.0.1:0 " in starts[0]
+    assert all(f"--listen 127.0.0.1:{pids[0]} " in start for start in starts[1:])
+    assert services.ends() == ["scheduler SIGTERM"]
+
+
+async def test_a_worker_that_cannot_load_again_ends_it_with_its_log(services: Services):
+    async def body(ready: StackReady) -> None:
+        with services.journal.open("a") as file:
+            file.write("FAIL\n")
+        os.kill(services.worker_pids()[0], signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    policy = RestartPolicy(most=2, first_delay_s=0.01)
+    with pytest.raises(StackError, match="code 3: no such model; it was started again 2 times") as caught:
+        await run_stack(services.stack(worker="fade", restart=policy), body)
+    assert caught.value.log_lines[-1] == "last line of the log"
+    assert [line for line in services.view.seen if line.startswith("again")] == [
+        "again: worker was ended by SIGKILL 1 0.01",
+        "again: worker exited with code 3: no such model 2 0.02",
+    ]
+
+
+async def test_a_stop_while_a_worker_is_away_is_in_order(services: Services):
+    async def body(ready: StackReady) -> str:
+        os.kill(services.worker_pids()[0], signal.SIGKILL)
+        await services.until_seen("again: worker was ended by SIGKILL 1 30")
+        return "done"
+
+    restart = RestartPolicy(first_delay_s=30, most_delay_s=30)
+    assert await run_stack(services.stack(restart=restart), body) == "done"
+    assert services.ends() == ["scheduler SIGTERM"]
+
+
+def test_restarts_back_off_and_count_anew_after_a_steady_time():
+    restarts = Restarts(RestartPolicy(most=5, steady_s=60, first_delay_s=1, most_delay_s=4))
+    assert [restarts.delay_after(served_s=59) for _ in range(6)] == [1, 2, 4, 4, 4, None]
+    assert [restarts.delay_after(served_s) for served_s in (60, 0)] == [1, 2]
 
 
 async def test_services_end_with_a_parent_that_is_killed(services: Services):
@@ -248,7 +327,7 @@ async def test_malformed_announcement_is_an_error(tmp_path: Path):
 
 
 def test_arguments_leave_unset_values_to_the_services():
-    assert worker_arguments(StackOptions(model="m"), num_cores=8) == ["--model", "m", "--listen", "127.0.0.1:0"]
+    assert worker_arguments(StackOptions(model="m"), cores=8) == ["--model", "m", "--listen", "127.0.0.1:0"]
     assert scheduler_arguments(StackOptions(model="m"), ["a:1"]) == [
         "--listen", "127.0.0.1:0", "--drain-timeout", "30", "--worker", "a:1",
     ]  # fmt: skip

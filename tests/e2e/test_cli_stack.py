@@ -186,12 +186,30 @@ def test_bad_input_is_refused_by_name_and_the_server_goes_on(up):
     assert stack.stop() == 0
 
 
-@pytest.mark.parametrize("service", ["worker", "scheduler"])
-def test_child_that_is_killed_ends_up_with_its_name(up, service):
+def test_a_scheduler_that_is_killed_ends_up_with_its_name(up):
     stack = up("--model", "toy:score-table")
-    os.kill(stack.children()[service][0], signal.SIGKILL)
+    os.kill(stack.children()["scheduler"][0], signal.SIGKILL)
     assert stack.process.wait(WAIT_S) == 1
-    assert f"{service} was ended by SIGKILL" in stack.stderr
+    assert "scheduler was ended by SIGKILL" in stack.stderr
+
+
+def test_a_worker_that_is_killed_comes_back_and_its_requests_go_on(up):
+    """P1: a stream goes on without a gap, and a request that came meanwhile waits."""
+    stack = up("--model", "toy:sleep?ms=10")
+    with Client(stack.address) as client:
+        whole = client.generate([1, 2], max_tokens=60, temperature=0, text=False).token_ids
+        (worker,) = stack.children()["worker"]
+        with client.stream([1, 2], max_tokens=60, temperature=0, text=False) as stream:
+            next(stream)
+            os.kill(worker, signal.SIGKILL)
+            late = client.generate([1, 2], max_tokens=3, temperature=0, text=False)
+            assert stream.completion().token_ids == whole
+    assert late.token_ids == whole[:3]
+    (again,) = stack.children()["worker"]
+    assert again != worker
+    lines = ["worker was ended by SIGKILL: starting it again in 0.5 s (try 1 of 5); requests wait"]
+    assert stack.stderr.splitlines() == [*lines, "worker serves again"]
+    assert stack.stop() == 0
 
 
 def test_unknown_model_says_why(tmp_path):

@@ -5,7 +5,6 @@ they have loaded. Stop: the scheduler first, because draining needs its workers;
 """
 
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -16,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 from stepahead.cli.announcements import Failed, Listening, Progress, Ready, Refused
 from stepahead.cli.child import Child
 from stepahead.cli.failures import StackError, StackInterrupted, describe_exit
+from stepahead.cli.restarts import RestartPolicy, Restarts
+from stepahead.cli.stack_options import StackOptions, num_cores, scheduler_arguments, worker_arguments
 
 _T = TypeVar("_T")
 
@@ -26,30 +27,6 @@ _LAST_WORDS_S = 0.5
 _STOP_GRACE_S = 10.0
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackOptions:
-    """What to run. None leaves a value to the service's own default; sizes are as their flags take them."""
-
-    model: str
-    workers: int = 1
-    listen: str = "127.0.0.1:0"
-    overlap: str | None = None
-    dtype: str | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_model_len: int | None = None
-    block_size: int | None = None
-    num_kv_blocks: int | None = None
-    kv_cache_bytes: str | None = None
-    tensor_parallel_size: int | None = None
-    threads: int | None = None
-    log_format: str | None = None
-    drain_timeout: float = 30.0
-    worker_flags: tuple[str, ...] = ()
-    scheduler_flags: tuple[str, ...] = ()
-    """Further flags as the services take them, for experiments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,61 +64,29 @@ class StackView(Protocol):
         """A worker has ended by itself; the others go on."""
         ...
 
+    def worker_restarts(self, error: StackError, restarts: Restarts, delay_s: float) -> None:
+        """A worker has ended by itself and is started again in `delay_s` seconds."""
+        ...
+
+    def worker_back(self, name: str) -> None:
+        """A worker that was started again takes work."""
+        ...
+
     def stopping(self) -> None:
         """The stack stops, which may take as long as the accepted requests do."""
         ...
 
 
-def _num_cores() -> int:
-    """Cores this process may use; a container's CPU set counts where the platform tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def worker_arguments(options: StackOptions, num_cores: int) -> list[str]:
-    """The flags of one worker. Workers that share the machine share its cores."""
-    threads = options.threads
-    if threads is None and options.workers > 1:
-        threads = max(1, num_cores // (options.workers * (options.tensor_parallel_size or 1)))
-    flags: dict[str, str | int | None] = {
-        "--model": options.model,
-        "--listen": "127.0.0.1:0",
-        "--dtype": options.dtype,
-        "--max-num-seqs": options.max_num_seqs,
-        "--max-num-batched-tokens": options.max_num_batched_tokens,
-        "--max-model-len": options.max_model_len,
-        "--block-size": options.block_size,
-        "--num-kv-blocks": options.num_kv_blocks,
-        "--kv-cache-bytes": options.kv_cache_bytes,
-        "--tensor-parallel-size": options.tensor_parallel_size,
-        "--threads": threads,
-        "--log-format": options.log_format,
-    }
-    # A worker holds slots for two steps in flight unless told otherwise; a deeper overlap needs more.
-    if options.overlap is not None and options.overlap.isdigit() and int(options.overlap) > 2:
-        flags["--max-overlap-depth"] = options.overlap
-    return [*_flatten(flags), *options.worker_flags]
-
-
-def scheduler_arguments(options: StackOptions, worker_addresses: Sequence[str]) -> list[str]:
-    """The flags of the scheduler."""
-    flags: dict[str, str | int | None] = {
-        "--listen": options.listen,
-        "--overlap": options.overlap,
-        "--log-format": options.log_format,
-        "--drain-timeout": f"{options.drain_timeout:g}",
-    }
-    workers = [part for address in worker_addresses for part in ("--worker", address)]
-    return [*_flatten(flags), *options.scheduler_flags, *workers]
-
-
-def _flatten(flags: dict[str, str | int | None]) -> list[str]:
-    return [part for name, value in flags.items() if value is not None for part in (name, str(value))]
-
-
 class Stack:
-    """The children of one run. `log_dir` None sends their logs to our stderr."""
+    """The children of one run.
+
+    Args:
+        options: what to run.
+        view: is told what happens.
+        log_dir: where their logs go; None: to our stderr.
+        commands: how they are started.
+        restart: whether a worker that ends by itself is started again, and how often; None: it is not.
+    """
 
     def __init__(
         self,
@@ -150,40 +95,79 @@ class Stack:
         *,
         log_dir: Path | None = None,
         commands: ServiceCommands | None = None,
+        restart: RestartPolicy | None = None,
     ) -> None:
         self._options = options
         self._view = view
         self._log_dir = log_dir
         self._commands = commands or ServiceCommands()
+        self._restart = restart
         self._workers: list[Child] = []
+        self._addresses: list[str] = []
         self._scheduler: Child | None = None
 
     async def start(self) -> StackReady:
         """Starts everything and waits until it serves. Raises StackError; call `stop` in any case."""
         options = self._options
-        arguments = worker_arguments(options, _num_cores())
+        arguments = worker_arguments(options, num_cores())
         for index in range(options.workers):
             name = "worker" if options.workers == 1 else f"worker {index + 1}"
             self._workers.append(await self._spawn(name, (*self._commands.worker, *arguments)))
         workers = await _gather([self._until_ready(child) for child in self._workers])
-        addresses = [address for address, _ in workers]
-        scheduler_argv = (*self._commands.scheduler, *scheduler_arguments(options, addresses))
+        self._addresses = [address for address, _ in workers]
+        scheduler_argv = (*self._commands.scheduler, *scheduler_arguments(options, self._addresses))
         self._scheduler = await self._spawn("scheduler", scheduler_argv)
         address, ready = await _unless_death(self._until_ready(self._scheduler), _watch(self._workers))
         pids = tuple(child.pid for child in self._workers)
         return StackReady(address, ready, tuple(facts for _, facts in workers), self._scheduler.pid, pids)
 
     async def watch(self) -> None:
-        """Waits until the scheduler or the last worker ends by itself, then raises StackError about it."""
-        scheduler = [] if self._scheduler is None else [self._scheduler]
-        workers = list(self._workers)
-        while len(workers) > 1:
-            dead, error = await _first_death([*scheduler, *workers])
-            if dead not in workers:
-                raise error
-            workers.remove(dead)
-            self._view.worker_lost(error)
-        await _watch([*scheduler, *workers])
+        """Waits until the scheduler or the last worker is gone by itself, then raises StackError about it."""
+        scheduler = set[asyncio.Task[StackError]]()
+        if self._scheduler is not None:
+            scheduler.add(asyncio.create_task(self._scheduler.death()))
+        workers = {asyncio.create_task(self._keep(index)) for index in range(len(self._workers))}
+        try:
+            while True:
+                done, _ = await asyncio.wait(scheduler | workers, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    workers.discard(each)
+                    if each in scheduler or not workers:
+                        raise each.result()
+                    self._view.worker_lost(each.result())
+        finally:
+            await _cancel(scheduler | workers)
+
+    async def _keep(self, index: int) -> StackError:
+        """Starts a worker again each time it ends by itself; returns why, once it is gone for good."""
+        clock = asyncio.get_running_loop().time
+        ready_s = clock()
+        error = await self._workers[index].death()
+        if self._restart is None:
+            return error
+        restarts = Restarts(self._restart)
+        while (delay_s := restarts.delay_after(clock() - ready_s)) is not None:
+            self._view.worker_restarts(error, restarts, delay_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self._start_again(index)
+                ready_s = clock()
+                error = await self._workers[index].death()
+            except StackError as failure:
+                ready_s, error = clock(), failure
+        often = (
+            f"it was started again {restarts.num_in_row} times and never served for {self._restart.steady_s:g} s"
+        )
+        return StackError(f"{error.message}; {often}", log_lines=error.log_lines, advice=error.advice)
+
+    async def _start_again(self, index: int) -> None:
+        """Starts a worker in the place of one that ended. Raises StackError if it does not become ready."""
+        # At its old address, which is where the scheduler looks for it.
+        arguments = worker_arguments(self._options, num_cores(), listen=self._addresses[index])
+        name = self._workers[index].name
+        self._workers[index] = await self._spawn(name, (*self._commands.worker, *arguments))
+        await self._until_ready(self._workers[index])
+        self._view.worker_back(name)
 
     async def stop(self) -> None:
         """Stops the scheduler, then the workers. Raises StackError if one had to be killed or failed."""
@@ -306,17 +290,11 @@ async def _stop_after(error: Exception, stack: Stack) -> None:
 
 
 async def _watch(children: Sequence[Child]) -> None:
-    _, error = await _first_death(children)
-    raise error
-
-
-async def _first_death(children: Sequence[Child]) -> tuple[Child, StackError]:
-    """Waits until one of them has ended, and says which and what is known about it."""
-    deaths = {asyncio.create_task(child.death()): child for child in children}
+    """Waits until one of them has ended, and raises what is known about it."""
+    deaths = [asyncio.create_task(child.death()) for child in children]
     try:
         done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-        death = next(iter(done))
-        return deaths[death], death.result()
+        raise next(iter(done)).result()
     finally:
         await _cancel(deaths)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from stepahead.cli import announcements
 from stepahead.cli.failures import StackError
+from stepahead.cli.restarts import Restarts
 from stepahead.cli.stack import StackOptions, StackReady
 
 
@@ -70,6 +71,21 @@ class ConsoleView:
         """Says which worker has ended; the scheduler continues its requests on the others."""
         show_stack_error(self._console, error)
         self._console.print("the other workers go on", style="bold yellow")
+
+    def worker_restarts(self, error: StackError, restarts: Restarts, delay_s: float) -> None:
+        """Says which worker has ended, and that it comes back."""
+        self._console.print(
+            f"{error.message}: starting it again in {delay_s:g} s "
+            f"(try {restarts.num_in_row} of {restarts.policy.most}); requests wait",
+            style="bold yellow",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def worker_back(self, name: str) -> None:
+        """Says that the worker takes work again."""
+        self._console.print(f"{name} serves again", style="bold yellow")
 
     def stopping(self) -> None:
         """Says what is waited for."""

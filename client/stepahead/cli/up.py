@@ -10,6 +10,7 @@ from rich.console import Console
 from stepahead.cli.failures import StackInterrupted
 from stepahead.cli.local_services import kept_log_dir, require_extras, require_free_port
 from stepahead.cli.options import CONTEXT_SETTINGS, ListenAddress, StackArguments, stack_options
+from stepahead.cli.restarts import RestartPolicy
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView, show_banner
 
@@ -27,6 +28,8 @@ from stepahead.cli.stack_view import ConsoleView, show_banner
 @click.option("-v", "--verbose", is_flag=True, help="Show the services' logs on stderr.")
 def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[StackArguments]) -> None:
     """Serve a model: start a scheduler and its workers on this machine.
+
+    A worker that ends by itself is started again, up to 5 times in a row; requests wait for it meanwhile.
 
     Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends it at
     once. Exit code 0 after requests have finished in order, 130 (SIGTERM: 143) if it was interrupted before it
@@ -55,4 +58,4 @@ async def _serve(options: StackOptions, log_dir: Path | None) -> None:
             show_banner(ready, options, log_dir)
             await asyncio.Event().wait()
 
-        await run_stack(Stack(options, view, log_dir=log_dir), wait_for_stop)
+        await run_stack(Stack(options, view, log_dir=log_dir, restart=RestartPolicy()), wait_for_stop)
