@@ -218,6 +218,22 @@ def test_unknown_model_says_why(tmp_path):
     assert "'nothing' does not exist" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--num-kv-blocks", "9", "--kv-cache-bytes", "1MiB"), "--num-kv-blocks and --kv-cache-bytes say the same"),
+        (("--max-num-seqs", "600"), "--max-num-batched-tokens 512 is below --max-num-seqs 600: a decode step"),
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size 2: --model toy:score-table computes on one rank"),
+    ],
+)
+def test_options_that_contradict_each_other_are_usage_errors(tmp_path, options, message):
+    arguments = ("up", "--model", "toy:score-table", "--listen", "127.0.0.1:0", "--log-dir", str(tmp_path))
+    result = run(*arguments, *options)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_port_in_use_says_so(up):
     stack = up("--model", "toy:score-table")
     second = run("up", "--model", "toy:score-table", "--listen", stack.address)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from stepahead.worker.cache_sizing import size_cache, step_limits
 from stepahead.worker.errors import ModelError
@@ -24,7 +24,7 @@ from tests.worker.fakes import FakeRunner
 FACTS = FakeRunner().load(lambda what, done, total: None)  # 64 positions, 8 bytes a token
 
 
-def parse(*arguments: str, env: dict[str, str] | None = None) -> WorkerSettings:
+def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[Result, list[WorkerSettings]]:
     parsed: list[WorkerSettings] = []
 
     @click.command(context_settings={"auto_envvar_prefix": "STEPAHEAD"})
@@ -33,6 +33,11 @@ def parse(*arguments: str, env: dict[str, str] | None = None) -> WorkerSettings:
         parsed.append(settings_from_options(options))
 
     result = CliRunner().invoke(command, ["--model", "m", *arguments], env=env, catch_exceptions=False)
+    return result, parsed
+
+
+def parse(*arguments: str, env: dict[str, str] | None = None) -> WorkerSettings:
+    result, parsed = run(*arguments, env=env)
     assert result.exit_code == 0, result.output
     return parsed[0]
 
@@ -86,6 +91,23 @@ def test_a_gpu_is_asked_for_by_name() -> None:
     )
     assert result.exit_code == 2
     assert "'tpu' is not cpu, cuda or cuda:N" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--num-kv-blocks", "4", "--kv-cache-bytes", "1MiB"), ("--num-kv-blocks", "--kv-cache-bytes")),
+        (("--tensor-parallel-size", "2", "--device", "cuda"), ("--tensor-parallel-size", "--device")),
+        (("--tensor-parallel-size", "2", "--model", "toy:sleep"), ("--tensor-parallel-size", "--model toy:sleep")),
+        (("--device", "cuda", "--model", "toy:sleep"), ("--device", "--model toy:sleep")),
+        (("--dtype", "float16"), ("--dtype", "--device")),
+        (("--max-num-seqs", "600"), ("--max-num-seqs", "--max-num-batched-tokens 512")),
+    ],
+)
+def test_options_that_exclude_each_other_are_both_named(arguments: tuple[str, ...], named: tuple[str, ...]) -> None:
+    result, _ = run(*arguments)
+    assert result.exit_code == 2
+    assert all(option in result.output for option in named)
 
 
 @pytest.mark.parametrize(

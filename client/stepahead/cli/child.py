@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from stepahead.cli.announcements import Announcement, Failed, parse_announcement
-from stepahead.cli.failures import StackError, describe_exit
+from stepahead.cli.failures import EXIT_USAGE, StackError, describe_exit
 
 _NUM_TAIL_LINES = 15
 _TETHERED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("tethered.py")))
@@ -99,6 +99,9 @@ class Child:
         async for _ in self.announcements():
             # Only the last words matter now, and `announcements` keeps them.
             pass
+        if return_code == EXIT_USAGE and self._failure:
+            # Its options are ours, passed on: what is wrong with them is all there is to say.
+            return StackError(self._failure, exit_code=EXIT_USAGE)
         message = f"{self.name} {describe_exit(return_code)}"
         if self._failure:
             message += f": {self._failure}"

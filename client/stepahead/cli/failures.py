@@ -40,9 +40,12 @@ EXIT_UNAVAILABLE = 3
 class StackError(Exception):
     """The locally started services could not be started, or one of them ended by itself."""
 
-    def __init__(self, message: str, *, log_lines: Sequence[str] = (), advice: str = "") -> None:
+    def __init__(
+        self, message: str, *, log_lines: Sequence[str] = (), advice: str = "", exit_code: int = EXIT_FAILURE
+    ) -> None:
         super().__init__(message)
         self.message = message
+        self.exit_code = exit_code
         self.log_lines = tuple(log_lines)
         self.advice = advice
 

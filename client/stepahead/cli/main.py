@@ -8,7 +8,6 @@ from rich.console import Console
 from typing_extensions import override
 
 from stepahead.cli.failures import (
-    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     StackError,
     StackInterrupted,
@@ -47,7 +46,7 @@ class RootGroup(LazyGroup):
             ctx.exit(exit_code_of(error))
         except StackError as error:
             show_stack_error(Console(stderr=True), error)
-            ctx.exit(EXIT_FAILURE)
+            ctx.exit(error.exit_code)
         except StackInterrupted as interrupted:
             ctx.exit(interrupted.exit_code)
         except KeyboardInterrupt:

@@ -55,7 +55,12 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
 
     Every option is also an environment variable, STEPAHEAD_ and its name in upper case.
     """
-    settings = settings_from_options(options)
+    announce_fd: int | None = options["announce_fd"]
+    try:
+        settings = settings_from_options(options)
+    except click.UsageError as error:
+        Announcer(announce_fd).failed(error.format_message())
+        raise
     configure_logs(settings.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     place = _place(settings)

@@ -287,16 +287,35 @@ def settings_from_options(options: dict[str, Any]) -> WorkerSettings:
         cuda_graphs=cuda_graphs == "on",
         **options,
     )
-    if settings.num_kv_blocks is not None and settings.kv_cache_bytes is not None:
-        message = "--num-kv-blocks and --kv-cache-bytes say the same thing: give one of them"
-        raise click.UsageError(message)
-    if settings.device != "cpu" and settings.tensor_parallel_size > 1:
-        message = "--tensor-parallel-size: several ranks compute on the CPU; leave --device at cpu"
-        raise click.UsageError(message)
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        message = (
-            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs "
-            f"{settings.max_num_seqs}: a decode step of all sequences would not fit"
-        )
-        raise click.UsageError(message)
+    _refuse_conflicts(settings)
     return settings
+
+
+def _refuse_conflicts(settings: WorkerSettings) -> None:
+    """What no model could make right is refused before one is loaded; every message names both options."""
+    on_cpu, num_ranks = settings.device == "cpu", settings.tensor_parallel_size
+    is_toy = settings.model.startswith("toy:")
+    conflicts = (
+        (
+            settings.num_kv_blocks is not None and settings.kv_cache_bytes is not None,
+            "--num-kv-blocks and --kv-cache-bytes say the same thing: give one of them",
+        ),
+        (
+            not on_cpu and num_ranks > 1,
+            f"--tensor-parallel-size {num_ranks}: several ranks compute on the CPU; leave --device at cpu",
+        ),
+        (
+            is_toy and num_ranks > 1,
+            f"--tensor-parallel-size {num_ranks}: --model {settings.model} computes on one rank",
+        ),
+        (is_toy and not on_cpu, f"--device {settings.device}: --model {settings.model} computes on the CPU"),
+        (on_cpu and settings.dtype == "float16", "--dtype float16 needs a GPU: --device cuda"),
+        (
+            settings.max_num_batched_tokens < settings.max_num_seqs,
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is below --max-num-seqs "
+            f"{settings.max_num_seqs}: a decode step of all sequences would not fit",
+        ),
+    )
+    for is_conflict, message in conflicts:
+        if is_conflict:
+            raise click.UsageError(message)
