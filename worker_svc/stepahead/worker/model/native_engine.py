@@ -17,6 +17,7 @@ from stepahead.kernels.cpu.step.step_shape import MixtureShape, StepShape, tenso
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig, layer_norms
+from stepahead.worker.model.memory import refused_without_memory, weight_bytes_of, weight_remedy
 from stepahead.worker.model.sampler import DrawRows, LargestLogits
 from stepahead.worker.model.step_engine import StepLogits
 from stepahead.worker.model.tensor_reader import TensorReader
@@ -168,14 +169,12 @@ class NativeEngine:
         torch.set_num_threads(1)
         self.name = f"native {isa.name.lower()}"
         shape = step_shape(config, dtype)
-        try:
+        with refused_without_memory("the model", weight_bytes_of(source, dtype), weight_remedy(dtype)):
             self.step = _open_step(shape, dtype, isa, num_threads)
             reader = TensorReader(source, progress)
             for place in tensor_places(config):
                 tensor = reader.read(place.name, tensor_shape(shape, place.kind, place.layer))
                 self.step.set_tensor(place.kind, place.layer, tensor, expert=place.expert)
-        except MemoryError as error:
-            raise ModelError(f"the model does not fit into memory: {error}") from error
         reader.finish()
         self._vocab_size = shape.vocab_size
         self._logits = np.zeros((0, shape.vocab_size), np.float32)

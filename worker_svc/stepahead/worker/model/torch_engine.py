@@ -12,6 +12,13 @@ from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
+from stepahead.worker.model.memory import (
+    CACHE_REMEDY,
+    cache_bytes_of,
+    refused_without_memory,
+    weight_bytes_of,
+    weight_remedy,
+)
 from stepahead.worker.model.step_engine import StepLogits
 from stepahead.worker.model.weights import WeightSource
 from stepahead.worker.ranks.communicator import ALONE, Communicator
@@ -36,16 +43,18 @@ class TorchEngine:
         """Loads the weights, with several ranks this rank's shard of them.
 
         Raises:
-            ModelError: see `WeightLoader.load` and `shard_config`.
+            ModelError: see `WeightLoader.load` and `shard_config`; or memory does not suffice.
         """
         torch.set_num_threads(num_threads)
         if ranks.size > 1:
             source = ShardSource(source, config, ranks.rank, ranks.size)
             config = shard_config(config, ranks.size)
-        with torch.inference_mode():
+        needed_bytes = weight_bytes_of(source, dtype)
+        with torch.inference_mode(), refused_without_memory("the model", needed_bytes, weight_remedy(dtype)):
             self.ops = CpuOps(attention_shape(config), dtype)
             loader = WeightLoader(config, source, self.ops, progress, ranks.size)
             self._decoder = Decoder(config, loader.load(), self.ops, ranks)
+        self._num_layers = config.num_layers
         self.weight_bytes = loader.weight_bytes
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
@@ -56,7 +65,8 @@ class TorchEngine:
 
     def allocate(self, shape: CacheShape) -> None:
         """See `StepEngine.allocate`."""
-        with torch.inference_mode():
+        needed_bytes = cache_bytes_of(shape, self.kv_bytes_per_token, self._num_layers)
+        with torch.inference_mode(), refused_without_memory("the KV cache", needed_bytes, CACHE_REMEDY):
             self.ops.allocate_cache(shape.num_blocks, shape.block_size, shape.max_model_len, shape.layer_groups)
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
