@@ -48,6 +48,7 @@ elif mode != "deaf":
     announce(
         event="ready", model="fake", device="cpu", dtype="float32", num_blocks=10, block_size=16,
         kv_groups="10 blocks", num_concurrent=5.25 if "--roomy" in sys.argv else 1.25,
+        has_tokenizer="--dumb" not in sys.argv, has_chat_template="--chatty" in sys.argv,
         kv_cache_bytes=4096, max_num_seqs=2, max_model_len=64,
     )  # fmt: skip
 while not (mode == "die" and "DIE" in journal.read_text()):

@@ -367,9 +367,29 @@ async def test_banner_names_everything_a_user_needs(services: Services):
     for part in (
         "127.0.0.1:", "fake", "cpu, float32, 2 worker(s)", "8 KiB; each worker 10 blocks of 16 tokens",
         "up to 4 sequences",
-        "2.50 of the full 64 tokens", "off", "stepahead chat --address", "Ctrl-C",
+        "2.50 of the full 64 tokens", "off", "stepahead generate --address", "Ctrl-C",
     ):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "chats", "generates"),
+    [
+        ((), False, '"Once upon a time"'),
+        (("--chatty",), True, '"Once upon a time"'),
+        (("--dumb",), False, "--token-ids 1,2,3"),
+    ],
+)
+async def test_banner_suggests_what_the_model_can_answer(services: Services, flags, chats, generates):
+    console = Console(width=100, record=True, file=io.StringIO())
+
+    async def body(ready: StackReady) -> None:
+        console.print(banner(ready, StackOptions(model="m"), services.folder))
+
+    await run_stack(services.stack(scheduler_flags=flags), body)
+    text = console.export_text()
+    assert ("stepahead chat --address" in text, "stepahead generate --address" in text) == (chats, True)
+    assert generates in text
 
 
 async def test_banner_counts_no_more_sequences_than_may_run(services: Services):

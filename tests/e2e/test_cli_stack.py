@@ -114,6 +114,7 @@ def test_up_generate_status_and_clean_stop(up):
     stack = up("--model", "toy:score-table", "--workers", "2")
     for part in ("score-table", "2 worker(s)", "stepahead generate", "Ctrl-C"):
         assert part in stack.banner
+    assert "stepahead chat" not in stack.banner, "it has no chat template"
     answer = ask("generate", "--token-ids", "0", "--max-tokens", "8", "--json", "--address", stack.address)
     assert answer.exit_code == 0, answer.stderr
     completion = json.loads(answer.stdout)

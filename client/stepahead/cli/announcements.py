@@ -46,6 +46,10 @@ class Ready:
         value = self.facts.get(name)
         return int(value) if isinstance(value, int | float) else 0
 
+    def flag(self, name: str) -> bool:
+        """A fact that is true or false, false if the service did not state it."""
+        return self.facts.get(name) is True
+
     def amount(self, name: str) -> float:
         """A fact as a number, 0 if the service did not state one."""
         value = self.facts.get(name)

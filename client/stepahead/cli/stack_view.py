@@ -126,10 +126,18 @@ def banner(ready: StackReady, options: StackOptions, log_dir: Path | None) -> Pa
     rows.add_row("concurrency", f"up to {num_seqs} sequences, {_concurrency(num_concurrent, max_model_len)}")
     rows.add_row("overlap", options.overlap or "on")
     rows.add_row("logs", "below" if log_dir is None else str(log_dir))
-    address = "" if ready.address.endswith(":50051") else f" --address {ready.address}"
-    rows.add_row("try", f'stepahead chat{address}\nstepahead generate{address} "Once upon a time"')
+    rows.add_row("try", "\n".join(_commands_to_try(ready)))
     rows.add_row("stop", "Ctrl-C")
     return Panel(rows, title="Stepahead serves", expand=False)
+
+
+def _commands_to_try(ready: StackReady) -> list[str]:
+    """What this model can answer."""
+    address = "" if ready.address.endswith(":50051") else f" --address {ready.address}"
+    if not ready.scheduler.flag("has_tokenizer"):
+        return [f"stepahead generate{address} --token-ids 1,2,3"]
+    generate = f'stepahead generate{address} "Once upon a time"'
+    return [f"stepahead chat{address}", generate] if ready.scheduler.flag("has_chat_template") else [generate]
 
 
 def _concurrency(num_concurrent: float, max_model_len: int) -> str:

@@ -58,6 +58,11 @@ class ServedModel:
             defaults=_defaults(codec),
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can be asked in conversations."""
+        return self.codec is not None and self.codec.has_chat_template
+
     def difference(self, info: worker_pb2.GetWorkerInfoResponse) -> str | None:
         """Why a further worker cannot join, or None."""
         if info.model.fingerprint != self.fingerprint:
@@ -74,7 +79,7 @@ class ServedModel:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             eos_token_ids=sorted(self.eos_token_ids),
-            has_chat_template=self.codec is not None and self.codec.has_chat_template,
+            has_chat_template=self.has_chat_template,
             has_tokenizer=self.codec is not None,
             tokenizer_sha256=self.tokenizer_sha256,
             default_sampling=generation_pb2.SamplingParams(

@@ -123,7 +123,8 @@ class Server:
                 self._announced_ready = True
                 _calm_collector()
                 model = self.cluster.require_model()
-                self._announce({"event": "ready", "model": model.name, "workers": len(self.engine.links)})
+                facts = {"has_chat_template": model.has_chat_template, "has_tokenizer": model.codec is not None}
+                self._announce({"event": "ready", "model": model.name, "workers": len(self.engine.links), **facts})
                 log.info("ready", model=model.name, num_workers=len(self.engine.links))
             await asyncio.sleep(READINESS_INTERVAL_S)
 
