@@ -194,7 +194,7 @@ def test_directory_without_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ModelError, match=r"no model.safetensors"):
         load(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage and more of it")
     with pytest.raises(ModelError, match="cannot be read as safetensors"):
         load(tmp_path)
 

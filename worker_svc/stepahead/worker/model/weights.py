@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stepahead.worker.errors import ModelError
+from stepahead.worker.model.file_sizes import why_not_whole
 
 
 class WeightSource(Protocol):
@@ -51,7 +52,8 @@ class SafetensorsSource:
             try:
                 opened = cast("Any", safe_open(str(path), framework="pt", device="cpu")).__enter__()
             except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+                fault = why_not_whole(path) or f"{path} cannot be read as safetensors: {error}"
+                raise ModelError(fault) from error
             self._files[file_name] = opened
             for name in cast("list[str]", opened.keys()):
                 self._file_of[name] = file_name
