@@ -126,7 +126,8 @@ def test_only_a_request_that_outlives_its_call_gets_an_id():
     assert "" != first.request_id != second.request_id
     assert generate_message(make_request("hi", reattach_window=0)).request_id == ""
     multiplexed = message_of(reattach_window=5.0)
-    assert (multiplexed.request_id, multiplexed.scheduling.HasField("reattach_window_ms")) == ("", False)
+    assert (multiplexed.request_id != "", multiplexed.scheduling.reattach_window_ms) == (True, 5000)
+    assert message_of(reattach_window=0).request_id == ""
 
 
 def test_all_violations_are_reported_at_once():

@@ -168,7 +168,7 @@ async def test_cancel_reaches_a_request_that_is_still_tokenized() -> None:
         assert (await stack.status()).totals.output_tokens < 1000
 
 
-@pytest.mark.parametrize("fault", ["duplicate handle", "empty command"])
+@pytest.mark.parametrize("fault", ["duplicate handle", "attached handle", "empty command"])
 async def test_a_client_that_breaks_the_rules_loses_the_stream(fault: str) -> None:
     """A failure in band under a live handle would be read as that request's end (D8)."""
     async with serve("toy:sleep?ms=5") as stack:
@@ -176,15 +176,21 @@ async def test_a_client_that_breaks_the_rules_loses_the_stream(fault: str) -> No
         await session.submit(9, request([1], 250))
         while not session.answers[9].token_ids:
             assert await session.read()
+        named = {
+            "duplicate handle": "submit.handle",
+            "attached handle": "attach.handle",
+            "empty command": "command",
+        }
+        command = generation_pb2.MultiplexRequest()
         if fault == "duplicate handle":
-            submit = generation_pb2.MultiplexSubmit(handle=9, request=request([2], 1))
-            await session.call.write(generation_pb2.MultiplexRequest(submit=submit))
-        else:
-            await session.call.write(generation_pb2.MultiplexRequest())
+            command.submit.CopyFrom(generation_pb2.MultiplexSubmit(handle=9, request=request([2], 1)))
+        elif fault == "attached handle":
+            command.attach.handle = 9
+        await session.call.write(command)
         while await session.read():
             pass
         assert await session.call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert ("submit.handle" if "handle" in fault else "command") in await session.call.details()
+        assert named[fault] in await session.call.details()
         await stack.assert_quiescent()
         assert (await stack.status()).totals.requests_cancelled == 1
 

@@ -1,6 +1,7 @@
 """The asyncio client: the same methods as the blocking one, awaited."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
@@ -22,7 +23,7 @@ from stepahead.client.messages import (
 )
 from stepahead.client.multiplex import AsyncMultiplex, MultiplexCall
 from stepahead.client.readiness import POLL_INTERVAL_S, Readiness
-from stepahead.client.reattaching import OnConnectionChange
+from stepahead.client.reattaching import CANCEL_TIMEOUT_S, OnConnectionChange
 from stepahead.client.requests import (
     ChatTurn,
     GenerateOptions,
@@ -115,7 +116,13 @@ class AsyncClient:
         def start() -> MultiplexCall:
             return cast(MultiplexCall, self._generation.Multiplex())
 
-        return AsyncMultiplex(start, timeout=self._timeout)
+        async def cancel(request_ids: Sequence[str]) -> None:
+            message = generation_pb2.CancelRequest(request_ids=request_ids)
+            # Best effort: if this fails, the requests end by themselves when their windows are over.
+            with contextlib.suppress(grpc.RpcError):
+                await self._generation.Cancel(message, timeout=CANCEL_TIMEOUT_S)
+
+        return AsyncMultiplex(start, cancel, timeout=self._timeout, on_connection_change=self._on_connection_change)
 
     async def cancel(self, request_ids: Sequence[str]) -> dict[str, CancelOutcome]:
         """Ends requests by id; says for each what was found."""

@@ -15,8 +15,8 @@ def generate_message(request: GenerationRequest, *, multiplexed: bool = False) -
     """The protocol's form of a request.
 
     A request that can outlive its call gets an id, and carries its timeout itself: the call's deadline would not
-    end it. A `multiplexed` one cannot: its stream carries many requests, and is not continued. Raises
-    InvalidRequestError, before anything is sent, naming every value that does not fit.
+    end it. So does a `multiplexed` one, whose call carries many requests. Raises InvalidRequestError, before
+    anything is sent, naming every value that does not fit.
     """
     fields = Fields()
     scheduling = _scheduling_message(fields, request, multiplexed=multiplexed)
@@ -192,7 +192,7 @@ def _scheduling_message(
         priority=fields.integer("scheduling.priority", request.priority, INT32_MIN, INT32_MAX),
         queue_timeout_ms=fields.milliseconds("scheduling.queue_timeout_ms", request.queue_timeout),
         timeout_ms=timeout_ms if window_ms or multiplexed else None,
-        reattach_window_ms=None if multiplexed else window_ms,
+        reattach_window_ms=window_ms,
         cache_salt=fields.string("scheduling.cache_salt", request.cache_salt),
     )
 

@@ -17,17 +17,18 @@ from stepahead.client.errors import (
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 2.0
 CANCEL_TIMEOUT_S = 5.0
+_SIGNS_OF_A_BREAK = ("RST_STREAM", "Internal error from Core")
 
 # What Attach answers about a request that the server does not have, or does not have as this client saw it.
-_UNKNOWN_THERE = (NotFoundError, UnsupportedError, InvalidRequestError)
+UNKNOWN_THERE = (NotFoundError, UnsupportedError, InvalidRequestError)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionChange:
     """A stream has lost its connection, or has it again; `OnConnectionChange` is told.
 
-    `error` is what broke it and `seconds_left` how long the stream will try to attach again; None and 0 once it is
-    back.
+    `request_id` is the stream's request, "" for a Multiplex stream. `error` is what broke it and `seconds_left` how
+    long the stream will try to attach again; None and 0 once it is back.
     """
 
     request_id: str
@@ -86,7 +87,7 @@ class Reattachment:
     def delay_after(self, error: StepaheadError, now_s: float) -> float:
         """How long to wait before attaching. Raises what ends the stream: `error`, or that of the break."""
         broken = self._broken
-        if broken is not None and isinstance(error, _UNKNOWN_THERE):
+        if broken is not None and isinstance(error, UNKNOWN_THERE):
             raise broken from error
         if not self._window_s or not is_transport_fault(error):
             raise error
@@ -104,8 +105,9 @@ def is_transport_fault(error: StepaheadError) -> bool:
     """Whether the connection failed, not the request: the server's own errors carry details."""
     if error.reason or error.retry_delay_s is not None:
         return False
-    # A stream that a proxy resets is INTERNAL to gRPC, as is much else.
-    was_reset = isinstance(error, InternalError) and "RST_STREAM" in error.message
+    # A stream that a proxy resets is INTERNAL to gRPC, as is much else; so is one whose end was not read before a
+    # write to it failed.
+    was_reset = isinstance(error, InternalError) and any(sign in error.message for sign in _SIGNS_OF_A_BREAK)
     return was_reset or isinstance(error, UnavailableError)
 
 

@@ -1254,6 +1254,7 @@ class MultiplexRequest(_message.Message):
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___MultiplexSubmit:
         """Starts a request."""
@@ -1262,17 +1263,22 @@ class MultiplexRequest(_message.Message):
     def cancel(self) -> Global___MultiplexCancel:
         """Ends requests by handle."""
 
+    @_builtins.property
+    def attach(self) -> Global___MultiplexAttach:
+        """Goes on with a request of an earlier stream."""
+
     def __init__(
         self,
         *,
         submit: Global___MultiplexSubmit | None = ...,
         cancel: Global___MultiplexCancel | None = ...,
+        attach: Global___MultiplexAttach | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "cancel", b"cancel", "command", b"command", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["submit", "cancel", "attach"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1305,6 +1311,36 @@ class MultiplexSubmit(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MultiplexSubmit: _TypeAlias = MultiplexSubmit  # noqa: Y015
+
+@_typing.final
+class MultiplexAttach(_message.Message):
+    """Goes on with a live or kept request under a handle, as Attach does: starts with Started; a request that is not there
+    fails under this handle.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """As in MultiplexSubmit."""
+    @_builtins.property
+    def request(self) -> Global___AttachRequest:
+        """The request, and where it goes on."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        request: Global___AttachRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiplexAttach: _TypeAlias = MultiplexAttach  # noqa: Y015
 
 @_typing.final
 class MultiplexCancel(_message.Message):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import cast
 
 import grpc
@@ -16,6 +17,7 @@ import structlog
 from stepahead.scheduler.caller import Caller, caller_of
 from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, InvalidRequest, RequestCancelled
 from stepahead.scheduler.front_end import FrontEnd
+from stepahead.scheduler.live_request import LiveRequest
 from stepahead.scheduler.request_decoding import Undecodable
 from stepahead.scheduler.subscription import Subscription
 from stepahead.scheduler.telemetry import incident_id
@@ -89,22 +91,46 @@ class MultiplexSession:
                     self._submit(message.submit)
                 elif kind == "cancel":
                     self._cancel(message.cancel)
+                elif kind == "attach":
+                    self._attach(message.attach)
                 else:
-                    raise InvalidRequest([FieldViolation("command", "one of submit or cancel is required")])
+                    raise InvalidRequest([FieldViolation("command", "submit, cancel or attach is required")])
         finally:
             self._reading = False
             self._turn.set()
 
     def _submit(self, submit: generation_pb2.MultiplexSubmit) -> None:
         handle = submit.handle
+        if self._may_take(handle, "submit"):
+            task = asyncio.create_task(self._accept(handle, submit.request))
+            self._accepting[handle] = task
+
+    def _attach(self, attach: generation_pb2.MultiplexAttach) -> None:
+        handle, request = attach.handle, attach.request
+        if not self._may_take(handle, "attach"):
+            return
+        self._front_end.engine.finish_turn()
+        try:
+            live = self._front_end.find(request, self._caller)
+            self._subscribe(handle, live, request.next_token_indexes)
+        except ApiError as error:
+            self._fail(handle, error)
+        except TextError as error:
+            self._fail(handle, InternalError(self._note(error)))
+
+    def _may_take(self, handle: int, command: str) -> bool:
+        """Whether one more request may run under this handle.
+
+        Raises:
+            InvalidRequest: one does already.
+        """
         if handle in self._subscriptions or handle in self._accepting:
             # Not in band: a failure under this handle would be read as the end of the request that is live.
-            raise InvalidRequest([FieldViolation("submit.handle", f"{handle} is live on this stream")])
-        if len(self._subscriptions) + len(self._accepting) >= MAX_LIVE:
-            self._fail(handle, InvalidRequest([FieldViolation("submit", f"more than {MAX_LIVE} live requests")]))
-            return
-        task = asyncio.create_task(self._accept(handle, submit.request))
-        self._accepting[handle] = task
+            raise InvalidRequest([FieldViolation(f"{command}.handle", f"{handle} is live on this stream")])
+        if len(self._subscriptions) + len(self._accepting) < MAX_LIVE:
+            return True
+        self._fail(handle, InvalidRequest([FieldViolation(command, f"more than {MAX_LIVE} live requests")]))
+        return False
 
     async def _accept(self, handle: int, request: generation_pb2.GenerateRequest) -> None:
         try:
@@ -118,7 +144,12 @@ class MultiplexSession:
         finally:
             if self._accepting.get(handle) is asyncio.current_task():
                 del self._accepting[handle]
-        subscription = self._front_end.subscribe(live, self, handle=handle, dirty=self._dirty)
+        self._subscribe(handle, live)
+
+    def _subscribe(self, handle: int, live: LiveRequest, next_token_indexes: Sequence[int] = ()) -> None:
+        subscription = self._front_end.subscribe(
+            live, self, handle=handle, dirty=self._dirty, next_token_indexes=next_token_indexes
+        )
         self._subscriptions[handle] = subscription
         self._dirty[subscription] = None
         self._turn.set()
