@@ -76,6 +76,11 @@ class StreamEnded(Exception):
         self.reason = reason
         self.message = message
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the worker's status was lost: grpc.aio gives a call its own if a write to it fails first."""
+        return self.code is grpc.StatusCode.INTERNAL and self.message == "Internal error from Core"
+
 
 class Scheduler:
     """One RunSteps stream."""

@@ -173,7 +173,8 @@ async def test_two_streams_of_one_session_execute_a_plan_once() -> None:
         await new.plans(plan(2, decode=1))
         assert (await new.boundary()).completed_step_id == 2
         end = await old.end()
-        assert (end.code, end.reason) == (grpc.StatusCode.ABORTED, "SESSION_SUPERSEDED")
+        # The late plan may have met a stream that had ended and that nobody had read.
+        assert end.is_hidden or (end.code, end.reason) == (grpc.StatusCode.ABORTED, "SESSION_SUPERSEDED")
         await new.plans(plan(2, decode=1))
         assert (await new.rejected()).reason == worker_pb2.StepRejected.REASON_ALREADY_EXECUTED
         await new.plans(plan(4, decode=1))
