@@ -111,7 +111,7 @@ async def test_a_gpu_that_is_not_there_is_told_and_every_thread_ends(byte_model:
         settings,
         lambda: worker_process._make_runner(settings, None),
         Announcer(None),
-        lambda on_error: worker_process._open_stream(settings, on_error),
+        lambda on_error: worker_process._open_stream(settings, None, on_error),
     )
     await server.listen()
     with pytest.raises(ModelError, match="--device cuda:0"):

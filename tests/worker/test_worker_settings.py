@@ -97,7 +97,6 @@ def test_a_gpu_is_asked_for_by_name() -> None:
     ("arguments", "named"),
     [
         (("--num-kv-blocks", "4", "--kv-cache-bytes", "1MiB"), ("--num-kv-blocks", "--kv-cache-bytes")),
-        (("--tensor-parallel-size", "2", "--device", "cuda"), ("--tensor-parallel-size", "--device")),
         (("--tensor-parallel-size", "2", "--model", "toy:sleep"), ("--tensor-parallel-size", "--model toy:sleep")),
         (("--device", "cuda", "--model", "toy:sleep"), ("--device", "--model toy:sleep")),
         (("--dtype", "float16"), ("--dtype", "--device")),

@@ -13,14 +13,25 @@ import torch
 from stepahead.kernels.block_tables import GroupLayout
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
+from stepahead.worker.model.blank_steps import largest_chunks
 from stepahead.worker.model.checkpoint import open_checkpoint
 from stepahead.worker.model.config import read_config
 from stepahead.worker.model.torch_engine import TorchEngine
 from stepahead.worker.ranks.communicator import Communicator
-from stepahead.worker.ranks.messages import Allocate, ChangeBlocks, Forward, Stop, pack, unpack
+from stepahead.worker.ranks.messages import (
+    Allocate,
+    ChangeBlocks,
+    Forward,
+    Launch,
+    MeasureCache,
+    RecordSteps,
+    Stop,
+    pack,
+    unpack,
+)
 from stepahead.worker.ranks.place import RankPlace
 from stepahead.worker.ranks.shard import ShardSource, shard_config
-from stepahead.worker.runner import CacheGroup, CacheShape
+from stepahead.worker.runner import CacheGroup, CacheShape, PromptTargets
 from tests.worker_model.conftest import VOCAB_SIZE
 
 SHAPE = CacheShape(
@@ -154,6 +165,8 @@ def test_messages_survive_the_way_between_ranks():
         Allocate(grouped),
         ChangeBlocks(((1, 2), (3, 4)), (5,)),
         ChangeBlocks((), ()),
+        MeasureCache(SHAPE, 0.1),
+        RecordSteps(),
         Stop(),
     ):
         assert unpack(pack(message)) == message
@@ -169,7 +182,27 @@ def test_messages_survive_the_way_between_ranks():
     for array, expected in arrays:
         assert (array.dtype, array.flags.writeable) == (expected.dtype, True)
         np.testing.assert_array_equal(array, expected)
-    with pytest.raises(TypeError, match="a float cannot stand in a message"):
-        pack(ChangeBlocks((), (0.5,)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="a bytes cannot stand in a message"):
+        pack(ChangeBlocks((), (b"",)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="a RankPlace cannot stand in a message"):
         pack(Allocate(RankPlace(rank=0, size=2, local_size=2, address="", port=0)))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_whole_batch_survives_the_way_between_ranks():
+    batch = replace(
+        largest_chunks(SHAPE),
+        copies=((1, 2),),
+        zeroed_blocks=(3,),
+        prompt_targets=(PromptTargets(0, 2, TOKENS),),
+        more_groups=(GroupLayout(np.arange(18), np.array([[-1, 2]], np.int32)),),
+    )
+    message = unpack(pack(Launch(batch)))
+    assert isinstance(message, Launch)
+    for name in ("token_ids", "positions", "query_start_loc", "block_tables", "slot_mapping", "sample_rows"):
+        found, wanted = getattr(message.batch, name), getattr(batch, name)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+    assert (message.batch.copies, message.batch.zeroed_blocks) == (batch.copies, batch.zeroed_blocks)
+    np.testing.assert_array_equal(message.batch.prompt_targets[0].token_ids, TOKENS)
+    np.testing.assert_array_equal(message.batch.more_groups[0].block_tables, [[-1, 2]])
+    np.testing.assert_array_equal(message.batch.sampling.temperature, batch.sampling.temperature)

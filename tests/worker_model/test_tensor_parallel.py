@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,67 +10,32 @@ import pytest
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.registry import make_runner
-from stepahead.worker.ranks import rank_group
-from stepahead.worker.ranks.messages import Stop
-from stepahead.worker.ranks.place import RankPlace
 from stepahead.worker.ranks.start_up import complete_together
-from tests.architecture.tree import ROOT
 from tests.worker_model.conftest import MIXTURES, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 from tests.worker_model.gguf_files import TYPES, write_gguf
+from tests.worker_model.rank_pair import PLACE, connected_pair
 
 RNG = np.random.default_rng(23)
 PROMPTS = [RNG.integers(3, VOCAB_SIZE, size).tolist() for size in (1, 13, 30, 27, 19, 30, 30)]
-PLACE = RankPlace(rank=0, size=2, local_size=2, address="127.0.0.1", port=0)
-
-
-class Pair:
-    """This process is rank 0, `rank_double` rank 1."""
-
-    def __init__(self):
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [sys.executable, "-m", "tests.worker_model.rank_double"]
-            self.other = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **variables}, stdin=subprocess.PIPE, text=True
-            )
-            place = RankPlace(
-                rank=0, size=2, local_size=2, address="127.0.0.1", port=port, listen_fd=listener.detach()
-            )
-        self.group = rank_group.connect(place, "cpu")
-
-    @contextmanager
-    def driver(self, spec, *, dtype="float32", **options):
-        """A driver of both ranks. After it the other one is ready for its next model."""
-        self.tell(spec, dtype)
-        try:
-            yield Driver(make_runner(str(spec), dtype=dtype, threads=1, kernels="torch", place=PLACE), **options)
-        finally:
-            self.group.send(Stop())
-
-    def load(self, spec, *, other_spec):
-        """Loads without a cache; the other rank loads something else."""
-        self.tell(other_spec, "float32")
-        make_runner(str(spec), dtype="float32", threads=1, kernels="torch", place=PLACE).load(lambda *call: None)
-
-    def tell(self, *command):
-        print(json.dumps([str(part) for part in command]), file=self.other.stdin, flush=True)
-
-    def close(self):
-        self.other.stdin.close()
-        self.other.wait(10)
-        self.group.close()
 
 
 @pytest.fixture(scope="module")
 def pair():
-    with pytest.MonkeyPatch.context() as patch:
-        ranks = Pair()
-        patch.setattr(rank_group, "connect", lambda place, device: ranks.group)
+    with connected_pair() as ranks:
         yield ranks
-        ranks.close()
-    assert ranks.other.returncode == 0
+
+
+@contextmanager
+def driven(pair, spec, *, dtype="float32", **options):
+    with pair.host(spec, dtype=dtype) as runner:
+        yield Driver(runner, **options)
+
+
+def load_different(pair, spec, other_spec):
+    """Loads without a cache; the other rank loads something else."""
+    pair.tell("host", str(other_spec), "float32")
+    make_runner(str(spec), dtype="float32", threads=1, kernels="torch", place=PLACE).load(lambda *call: None)
 
 
 def alone(spec, *, dtype="float32", **options):
@@ -111,7 +72,7 @@ SPLIT = [
 @pytest.mark.parametrize("variant", SPLIT)
 def test_two_ranks_compute_the_logits_and_the_tokens_of_one(tiny, pair, variant):
     path, sizes = tiny(variant).path, {"num_blocks": 230}
-    with pair.driver(path, **sizes) as driver:
+    with driven(pair, path, **sizes) as driver:
         ours, tokens = logits_of_every_step(driver, chunk=11, num_outputs=12)
     single = alone(path, **sizes)
     expected, expected_tokens = logits_of_every_step(single, chunk=11, num_outputs=12)
@@ -126,7 +87,7 @@ def test_two_ranks_compute_the_logits_and_the_tokens_of_one(tiny, pair, variant)
 def test_each_rank_keeps_its_own_kv_heads(tiny, pair):
     """Two KV heads: one each. One KV head: both have it."""
     for variant, copies in (("llama-biases", 1), ("llama-mqa-head-dim", 2)):
-        with pair.driver(tiny(variant).path) as driver:
+        with driven(pair, tiny(variant).path) as driver:
             single = alone(tiny(variant).path).facts
             assert driver.facts.kv_bytes_per_token == copies * single.kv_bytes_per_token
             cache = driver.runner._leader._shard.ops._attention.num_bytes
@@ -137,7 +98,7 @@ def test_each_rank_keeps_its_own_kv_heads(tiny, pair):
 
 def test_copied_and_zeroed_blocks_reach_every_rank(tiny, pair):
     path = tiny("llama-mha").path
-    with pair.driver(path) as driver:
+    with driven(pair, path) as driver:
         parent, child = driver.admit(PROMPTS[4]), driver.admit(PROMPTS[4])
         driver.step([(parent, len(PROMPTS[4]) - 1)])
         child.num_fed = parent.num_fed
@@ -152,7 +113,7 @@ def test_copied_and_zeroed_blocks_reach_every_rank(tiny, pair):
 def test_the_shards_of_a_gguf_file(tiny, pair, tmp_path):
     model = tiny("llama-blocks")
     path = write_gguf(tmp_path / "tiny.gguf", model, "llama", kind=TYPES.Q8_0)
-    with pair.driver(path) as driver:
+    with driven(pair, path) as driver:
         tokens = driver.run([driver.admit(prompt) for prompt in PROMPTS[:2]], 8, chunk=9)
     single = alone(path)
     assert tokens == single.run([single.admit(prompt) for prompt in PROMPTS[:2]], 8, chunk=9)
@@ -160,7 +121,7 @@ def test_the_shards_of_a_gguf_file(tiny, pair, tmp_path):
 
 def test_bfloat16_differs_by_rounding(tiny, pair):
     path, sizes = tiny("qwen3").path, {"num_blocks": 230}
-    with pair.driver(path, dtype="bfloat16", **sizes) as driver:
+    with driven(pair, path, dtype="bfloat16", **sizes) as driver:
         (two, *_), _ = logits_of_every_step(driver, chunk=30, num_outputs=1)
     (one, *_), _ = logits_of_every_step(alone(path, **sizes), chunk=30, num_outputs=1)
     errors = np.linalg.norm(two - one, axis=1) / np.linalg.norm(one, axis=1)
@@ -169,13 +130,13 @@ def test_bfloat16_differs_by_rounding(tiny, pair):
 
 def test_ranks_with_different_models_refuse_to_start(tiny, pair):
     with pytest.raises(ModelError, match=r"rank 1 has another model than rank 0, or another dtype .*same files"):
-        pair.load(tiny("llama-mha").path, other_spec=tiny("llama-gqa-tied").path)
+        load_different(pair, tiny("llama-mha").path, tiny("llama-gqa-tied").path)
 
 
 def test_a_rank_that_cannot_load_is_named(tiny, pair, tmp_path):
     """Whichever it is, the other one does not wait for it."""
     with pytest.raises(ModelError, match=f"rank 1: model '{tmp_path}/none' is nothing that exists here"):
-        pair.load(tiny("llama-mha").path, other_spec=tmp_path / "none")
+        load_different(pair, tiny("llama-mha").path, tmp_path / "none")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny("llama-mha").path / name)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -184,7 +145,7 @@ def test_a_rank_that_cannot_load_is_named(tiny, pair, tmp_path):
     with pytest.raises(
         ModelError, match=r"embed_tokens.weight has shape \[131, 32\], the configuration says \[130, 32\]"
     ):
-        pair.load(tmp_path, other_spec=tiny("llama-mha").path)
+        load_different(pair, tmp_path, tiny("llama-mha").path)
 
 
 def test_a_rank_whose_cache_does_not_fit_is_named(pair):

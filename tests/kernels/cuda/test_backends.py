@@ -87,6 +87,7 @@ def test_a_launch_reaches_cupy_on_torchs_stream(tmp_path, monkeypatch):
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     backend = CupyBackend()
@@ -107,6 +108,8 @@ def test_a_launch_reaches_cupy_on_torchs_stream(tmp_path, monkeypatch):
     assert path.startswith(str(tmp_path / "copy_blocks-"))
     with pytest.raises(KernelArgumentError, match="is on cpu"):
         backend.launch(replace(launch, arguments=(torch.zeros(1), *launch.arguments[1:])))
+    with pytest.raises(KernelUnavailable, match="no GPU of that number; CUDA shows cuda:0, cuda:1"):
+        CupyBackend(2)
 
 
 def test_arguments_keep_their_size():

@@ -91,18 +91,43 @@ def _follow(settings: WorkerSettings, place: RankPlace) -> int:
         follow_to_the_end(place.lifeline_fd)
     # Ctrl-C in a terminal reaches every rank; rank 0 ends them in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # This is where torch comes in.
-    from stepahead.worker.ranks.follower import run_follower  # noqa: PLC0415
-
     try:
-        run_follower(settings.model, settings.dtype, settings.threads or _cores_of(place), place)
+        _run_shard(settings, place)
     except ModelError as error:
         log.error("rank_failed_to_start", rank=place.rank, detail=str(error))
         return EXIT_LOAD_FAILED
     except RankLost as error:
         log.error("rank_lost", rank=place.rank, detail=str(error))
-        return EXIT_THREAD_FAILED
-    return 0
+    except Exception:
+        log.exception("rank_failed", rank=place.rank)
+    else:
+        return 0
+    # A sum that never ends may hold the device: interpreter shutdown could wait for it.
+    logging.shutdown()
+    os._exit(EXIT_THREAD_FAILED)
+
+
+def _run_shard(settings: WorkerSettings, place: RankPlace) -> None:
+    """Computes one rank's part until rank 0 ends the worker. Raises `ModelError`, `RankLost`."""
+    # This is where torch comes in.
+    import torch  # noqa: PLC0415
+
+    from stepahead.worker.model.registry import cuda_options, open_gpu  # noqa: PLC0415
+    from stepahead.worker.ranks.cuda_shard import load_cuda_shard  # noqa: PLC0415
+    from stepahead.worker.ranks.follower import run_follower  # noqa: PLC0415
+    from stepahead.worker.ranks.host_shard import load_host_shard  # noqa: PLC0415
+    from stepahead.worker.ranks.rank_group import connect  # noqa: PLC0415
+
+    spec, dtype = settings.model, settings.dtype
+    if settings.device == "cpu":
+        threads = settings.threads or _cores_of(place)
+        group = connect(place, torch.device("cpu"))
+        run_follower(group, lambda group: load_host_shard(spec, dtype, threads, place, group))
+        return
+    options = cuda_options(graphs=settings.cuda_graphs, deterministic=settings.deterministic)
+    backend = open_gpu(settings.device, place)
+    group = connect(place, backend.device, ordered_sums=options.deterministic)
+    run_follower(group, lambda group: load_cuda_shard(spec, dtype, backend, options, place, group))
 
 
 async def _serve(settings: WorkerSettings, place: RankPlace | None) -> tuple[int, bool]:
@@ -125,7 +150,7 @@ async def _serve_scheduler(
         settings,
         lambda: _make_runner(settings, place),
         announcer,
-        lambda on_error: _open_stream(settings, on_error),
+        lambda on_error: _open_stream(settings, place, on_error),
     )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -202,11 +227,14 @@ def _rank_arguments(settings: WorkerSettings) -> list[str]:
     flags = {
         "--model": settings.model,
         "--dtype": settings.dtype,
+        "--device": settings.device,
+        "--cuda-graphs": "on" if settings.cuda_graphs else "off",
         "--tensor-parallel-size": settings.tensor_parallel_size,
         "--log-format": settings.log_format,
         "--threads": settings.threads,
     }
-    return [part for name, value in flags.items() if value is not None for part in (name, str(value))]
+    arguments = [part for name, value in flags.items() if value is not None for part in (name, str(value))]
+    return [*arguments, "--deterministic"] if settings.deterministic else arguments
 
 
 def _cores_of(place: RankPlace) -> int:
@@ -227,17 +255,20 @@ def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:
         dtype=settings.dtype,
         graphs=settings.cuda_graphs,
         deterministic=settings.deterministic,
+        place=place,
     )
 
 
-def _open_stream(settings: WorkerSettings, on_error: ErrorHandler) -> CpuStream | LaunchStream:
+def _open_stream(
+    settings: WorkerSettings, place: RankPlace | None, on_error: ErrorHandler
+) -> CpuStream | LaunchStream:
     if settings.device == "cpu":
         return CpuStream(on_error)
 
     def mark() -> DevicePoint:
         from stepahead.worker.model.registry import open_gpu  # noqa: PLC0415 - on the device thread
 
-        return open_gpu(settings.device).record_event()
+        return open_gpu(settings.device, place).record_event()
 
     return LaunchStream(mark, on_error)
 

@@ -301,10 +301,6 @@ def _refuse_conflicts(settings: WorkerSettings) -> None:
             "--num-kv-blocks and --kv-cache-bytes say the same thing: give one of them",
         ),
         (
-            not on_cpu and num_ranks > 1,
-            f"--tensor-parallel-size {num_ranks}: several ranks compute on the CPU; leave --device at cpu",
-        ),
-        (
             is_toy and num_ranks > 1,
             f"--tensor-parallel-size {num_ranks}: --model {settings.model} computes on one rank",
         ),

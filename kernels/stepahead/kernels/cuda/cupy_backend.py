@@ -79,6 +79,8 @@ class CupyBackend:
             raise KernelUnavailable("CuPy is not installed (pip install 'stepahead[cuda]')") from error
         if not self._cupy.cuda.is_available() or not torch.cuda.is_available():
             raise KernelUnavailable("there is no CUDA device, or torch was built without CUDA")
+        if device_index >= torch.cuda.device_count():
+            raise KernelUnavailable(f"there is no GPU of that number; CUDA shows {', '.join(visible_gpus())}")
         self._device = torch.device("cuda", device_index)
         major, minor = torch.cuda.get_device_capability(self._device)
         self._architecture = f"sm_{major}{minor}"
@@ -173,6 +175,11 @@ class CupyBackend:
                 loaded = self._cupy.RawModule(path=str(cached_cubin(module, self._architecture)))
                 self._functions[key] = loaded.get_function(kernel)
         return self._functions[key]
+
+
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that this process may use, by torch's names."""
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
 def cached_cubin(module: Module, architecture: str) -> Path:

@@ -8,7 +8,6 @@ always torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from stepahead.worker.model.native_engine import NativeEngine, declined, native_
 from stepahead.worker.model.sampler import describe_samples, sample_logits
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.model.torch_engine import TorchEngine
-from stepahead.worker.ranks.shard import shard_config
+from stepahead.worker.ranks.communicator import ALONE, Communicator
 from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, SamplingColumns, StepSamples
 
 if TYPE_CHECKING:
@@ -120,28 +119,23 @@ class CpuRunner(HostRunner):
             if self._kernels == "native":
                 raise ModelError(f"the native CPU kernels are not available: {reason}")
             _log.warning("native_kernels_unavailable", reason=reason, fallback="torch")
-        if self._place is not None:
-            self._leader = self._lead(self._place, checkpoint, dtype, report)
-            return self._leader
-        return TorchEngine(config, weights, DTYPES[dtype], self._threads, report)
 
-    def _lead(
-        self, place: RankPlace, checkpoint: Checkpoint, dtype: str, report: Callable[[int, int], None]
-    ) -> LeaderEngine:
-        """Loads rank 0's shard while the other ranks load theirs."""
+        def load(ranks: Communicator = ALONE) -> TorchEngine:
+            return TorchEngine(config, weights, DTYPES[dtype], self._threads, report, ranks)
+
+        if self._place is None:
+            return load()
         # Only several ranks need torch.distributed, which not every build of torch has.
-        from stepahead.worker.ranks import leader_engine, rank_group, start_up  # noqa: PLC0415
+        from stepahead.worker.ranks import leader_engine, start_up  # noqa: PLC0415
 
-        config = checkpoint.config
-        shard_config(config, place.size)  # refused before anybody waits for anybody
-        group = rank_group.connect(place, "cpu")
-
-        def load() -> tuple[TorchEngine, str]:
-            engine = TorchEngine(config, checkpoint.weights, DTYPES[dtype], self._threads, report, group)
-            return engine, fingerprint(checkpoint, dtype)
-
-        engine, reports = start_up.load_together(group, place.local_size, load)
-        return leader_engine.LeaderEngine(engine, group, reports)
+        shard, group, reports = start_up.lead(
+            self._place,
+            torch.device("cpu"),
+            config,
+            lambda group: (load(group), fingerprint(checkpoint, dtype)),
+        )
+        self._leader = leader_engine.LeaderEngine(shard, group, reports)
+        return self._leader
 
     @override
     def _allocate_cache(self, shape: CacheShape) -> None:

@@ -4,12 +4,22 @@
     recorded  the same for steps of one token a row, at padded sizes: one copy and one call
 
 Nothing waits for the device: what the host knows of a step is copied from page-locked memory, and what only the
-device knows (tokens sampled last, holes) stays there.
+device knows (tokens sampled last, holes) stays there. Who owns a step's inputs while the next is launched early:
+
+    host arrays    | N built, packed |    | N+1 built, packed |
+    page-locked           | N, until its copy is made ...... |    torch gives it to nobody before; N+1 gets another
+                                                | N+1 .............. |
+    device                       | copy N | step N reads .... | copy N+1 | step N+1 reads  in the stream's order
+
+With several ranks (`ranks.cuda_leader`) each runs the same lines: what it launches, padding and recorded steps
+included, follows from the batch and the cache's shape alone, and rank 0 tells both, so that sums meet. Rank 0 looks
+its cells up and sends the ids; the others, whose cells are empty, find the same holes where an id is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,8 +36,11 @@ from stepahead.worker.model.blank_steps import hole_rows, largest_chunks
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
 from stepahead.worker.model.weights import WeightSource
+from stepahead.worker.ranks.communicator import ALONE, Communicator
+from stepahead.worker.ranks.shard import ShardSource, shard_config
 from stepahead.worker.runner import NO_POSITION, CacheShape, StepBatch
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PIECE_BYTES = 16  # kernels move rows in pieces of so many
 _MAX_HEAD_DIM = 256
 
@@ -42,6 +55,10 @@ class CudaOptions:
     """See `CudaOps`."""
     forbid_waits: bool = False
     """Raise where a step makes the host wait for the device: for checks."""
+
+    def describe(self) -> str:
+        """What all ranks must have the same, as the command line says it."""
+        return f"--cuda-graphs {'on' if self.graphs else 'off'}{' --deterministic' if self.deterministic else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ class _State:
 
     shape: CacheShape
     cells: Cells
-    logits: torch.Tensor  # [max_num_seqs, vocab_size] float32
+    logits: torch.Tensor  # [max_num_seqs, vocab_size] float32; on ranks other than 0 no columns
     row_status: torch.Tensor  # [max_num_seqs] uint8, of decode steps of padded sizes
     inputs: torch.Tensor  # bytes, where such steps read their inputs
 
@@ -78,9 +95,10 @@ class CudaEngine:
         backend: the device.
         options: see `CudaOptions`.
         progress: called as (bytes done, bytes in all).
+        ranks: with several, this one's shard is loaded, and every method is called on all of them.
 
     Raises:
-        ModelError: the kernels cannot compute the model, or see `WeightLoader.load`.
+        ModelError: the kernels cannot compute the model, or see `WeightLoader.load` and `shard_config`.
     """
 
     def __init__(
@@ -91,14 +109,19 @@ class CudaEngine:
         backend: Backend,
         options: CudaOptions,
         progress: Callable[[int, int], None],
+        ranks: Communicator = ALONE,
     ) -> None:
+        if ranks.size > 1:
+            source = ShardSource(source, config, ranks.rank, ranks.size)
+            config = shard_config(config, ranks.size)
         check_sizes(config, dtype)
         self._config = config
         self._backend = backend
         self._options = options
+        self._ranks = ranks
         self._ops = CudaOps(attention_shape(config), dtype, backend, deterministic=options.deterministic)
-        loader = WeightLoader(config, source, self._ops, progress)
-        self._decoder = Decoder(config, loader.load(), self._ops)
+        loader = WeightLoader(config, source, self._ops, progress, ranks.size)
+        self._decoder = Decoder(config, loader.load(), self._ops, ranks)
         self.weight_bytes = loader.weight_bytes
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
         self._state: _State | None = None
@@ -114,7 +137,7 @@ class CudaEngine:
         self._state = None
         self._state = self._make_state(limits)
         self._ops.allocate_cache(1, limits.block_size, limits.max_model_len)
-        chunk = self._backend.peak_bytes(lambda: self.forward(largest_chunks(limits), _ignore))
+        chunk = self._backend.peak_bytes(lambda: self.forward(largest_chunks(limits), nobody_asked))
         decode = self._backend.peak_bytes(self._decode_body(limits.max_num_seqs))
         self._ops.free_cache()
         memory = self._backend.memory()
@@ -122,8 +145,8 @@ class CudaEngine:
         return int(memory.total * memory_share) - (memory.total - memory.free) - reserved
 
     def allocate(self, shape: CacheShape) -> None:
-        """Allocates cells, buffers and cache, and records the decode steps."""
-        self._graphs = {}  # they hold what they were recorded with
+        """Allocates cells, buffers and cache. Raises `ModelError` if the cache does not fit."""
+        self.forget_graphs()  # they hold what they were recorded with
         self._state = None
         self._state = self._make_state(shape)
         try:
@@ -133,16 +156,32 @@ class CudaEngine:
                 f"the KV cache of {shape.num_blocks} blocks does not fit the device: {error}"
             ) from error
         self.reset()
+
+    def record(self) -> None:
+        """Records the decode steps, if there are to be any. Each has run once before."""
         if self._options.graphs:
-            for size in reversed(graph_sizes(shape.max_num_seqs)):
+            for size in reversed(graph_sizes(self._allocated.shape.max_num_seqs)):
                 body = self._decode_body(size)
                 body()
                 largest = next(iter(self._graphs.values()), None)
                 self._graphs[size] = self._backend.capture(body, beside=largest)
 
+    def forget_graphs(self) -> None:
+        """Gives the recorded steps up."""
+        self._graphs = {}
+
     def reset(self) -> None:
         """Empties the cells."""
         self.cells.positions.fill_(NO_POSITION)
+
+    @contextmanager
+    def launching(self) -> Generator[None]:
+        """For launching a step: no gradients and, where it is asked for, no waiting."""
+        with ExitStack() as exits:
+            exits.enter_context(torch.inference_mode())
+            if self._options.forbid_waits:
+                exits.enter_context(self._backend.forbid_waits())
+            yield
 
     def forward(self, batch: StepBatch, on_prompt_logits: PromptPiece) -> FedStep:
         """Launches a step's forward; see `Runner.forward`.
@@ -182,9 +221,9 @@ class CudaEngine:
 
     def _hidden(self, arrays: StepArrays, on_device: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the last layer's rows, in the device's token order, and the rows' status."""
-        backend, state = self._backend, self._allocated
+        backend, state, ranks = self._backend, self._allocated, self._ranks
         fed = FedTokens(
-            token_ids=on_device["token_ids"],
+            token_ids=on_device["token_ids"] if ranks.rank == 0 else ranks.broadcast(on_device["token_ids"]),
             positions=on_device["positions"],
             slot_mapping=on_device["slot_mapping"],
             rows=on_device["rows"],
@@ -192,9 +231,18 @@ class CudaEngine:
             seq_lens=on_device["seq_lens"],
         )
         resolved = resolve_inputs(backend, fed, state.cells)
+        if ranks.rank == 0:
+            ranks.broadcast(resolved.token_ids)
         step = resolved_step(arrays, on_device, resolved.slot_mapping, resolved.visible_lens)
-        embedded = gather_rows(backend, self._decoder.embedding, resolved.token_ids)
-        return self._decoder.hidden(embedded, step), resolved.row_status
+        return self._decoder.hidden(self._embedded(resolved.token_ids), step), resolved.row_status
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns [num_tokens, hidden_size]: embeddings, from the ranks that hold them; zeros for a hole."""
+        table, ranks = self._decoder.embedding, self._ranks
+        if ranks.size > 1:
+            token_ids = token_ids - ranks.rank * len(table)
+            token_ids.masked_fill_(token_ids >= len(table), -1)
+        return ranks.all_reduce(gather_rows(self._backend, table, token_ids))
 
     def _graph_size(self, batch: StepBatch) -> int | None:
         """The recorded step that serves a batch: one token a row, as many rows or a few more."""
@@ -254,7 +302,7 @@ class CudaEngine:
         return _State(
             shape=shape,
             cells=cells,
-            logits=allocate((rows, self._config.vocab_size), torch.float32),
+            logits=allocate((rows, self._config.vocab_size if self._ranks.rank == 0 else 0), torch.float32),
             row_status=allocate((rows,), torch.uint8),
             inputs=allocate((rows * per_row + 32 * _PIECE_BYTES,), torch.uint8),
         )
@@ -263,6 +311,12 @@ class CudaEngine:
     def _allocated(self) -> _State:
         assert self._state is not None, "allocate comes before the first step"
         return self._state
+
+
+def choose_dtype(asked: str, stored: str) -> str:
+    """Returns a key of `DTYPES`: as asked, or for "auto" as stored, bfloat16 if that is quantized."""
+    dtype = stored if asked == "auto" else asked
+    return dtype if dtype in DTYPES else "bfloat16"
 
 
 def check_sizes(config: ModelConfig, dtype: torch.dtype) -> None:
@@ -312,5 +366,5 @@ def _prompt_tokens(batch: StepBatch) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _ignore(logits: torch.Tensor, begin: int, end: int) -> None:
-    """Nobody asked for a prompt's log probabilities."""
+def nobody_asked(logits: torch.Tensor, begin: int, end: int) -> None:
+    """A `PromptPiece` where nobody here asked for a prompt's log probabilities."""

@@ -6,8 +6,9 @@ sample    rules, masks, draws, counts, cells, log probabilities -> page-locked m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -17,15 +18,18 @@ from stepahead.kernels.cuda.backend import Backend
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
-from stepahead.worker.model.cuda_engine import CudaEngine, CudaOptions, FedStep
+from stepahead.worker.model.cuda_engine import DTYPES, CudaEngine, CudaOptions, FedStep, choose_dtype
 from stepahead.worker.model.cuda_results import Described, read_samples
 from stepahead.worker.model.cuda_sampler import DeviceSampler
-from stepahead.worker.model.facts import model_facts
+from stepahead.worker.model.facts import fingerprint, model_facts
+from stepahead.worker.ranks.communicator import ALONE, Communicator
 from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, StepBatch, StepSamples
 
-_log = structlog.get_logger(__name__)
+if TYPE_CHECKING:
+    from stepahead.worker.ranks.cuda_leader import CudaLeader
+    from stepahead.worker.ranks.place import RankPlace
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_log = structlog.get_logger(__name__)
 
 
 class CudaRunner:
@@ -36,20 +40,25 @@ class CudaRunner:
         dtype: "auto" (what the checkpoint stores) or a key of DTYPES.
         backend: the device.
         options: see `CudaOptions`.
+        place: of rank 0 among several ranks; None: it is the only one.
 
     Raises:
         ModelError: there is no such dtype.
     """
 
-    def __init__(self, spec: str, dtype: str, backend: Backend, options: CudaOptions) -> None:
+    def __init__(
+        self, spec: str, dtype: str, backend: Backend, options: CudaOptions, place: RankPlace | None = None
+    ) -> None:
         if dtype not in (*DTYPES, "auto"):
             raise ModelError(f"dtype {dtype!r} is not supported; supported are auto, {', '.join(DTYPES)}")
         self._spec = spec
         self._dtype = dtype
         self._backend = backend
         self._options = options
+        self._place = place
+        self._leader: CudaLeader | None = None
         self._stream = ExitStack()  # holds the device's stream as the launching thread's own
-        self._loaded: tuple[ModelConfig, CudaEngine] | None = None
+        self._loaded: tuple[ModelConfig, CudaEngine | CudaLeader] | None = None
         self._sampler: DeviceSampler | None = None
         self._fed: FedStep | None = None
         self._prompt: list[Described] = []
@@ -59,11 +68,12 @@ class CudaRunner:
         self._stream.enter_context(self._backend.create_stream().current())
         with closing(open_checkpoint(self._spec)) as checkpoint, torch.inference_mode():
             config = checkpoint.config
-            dtype = config.stored_dtype if self._dtype == "auto" else self._dtype
-            dtype = dtype if dtype in DTYPES else "bfloat16"  # quantized weights
-            engine = self._load_engine(checkpoint, DTYPES[dtype], progress)
+            dtype = choose_dtype(self._dtype, config.stored_dtype)
+            engine = self._load_engine(checkpoint, dtype, progress)
             self._loaded = config, engine
-            facts = model_facts(checkpoint, engine, dtype, str(self._backend.device))
+            device, place = self._backend.device, self._place
+            name = str(device) if place is None else f"{device.type} x{place.size}"
+            facts = model_facts(checkpoint, engine, dtype, name)
         _log.info("model_loaded", model=facts.name, dtype=dtype, device=facts.device, bytes=facts.weight_bytes)
         return facts
 
@@ -89,10 +99,11 @@ class CudaRunner:
         with torch.inference_mode():
             self._make_sampler(shape)
             engine.allocate(shape)
+            engine.record()
 
     def reset(self) -> None:
         """See `Runner.reset`."""
-        with self._launching():
+        with self._engine.launching():
             self._engine.reset()
 
     def forward(self, batch: StepBatch) -> None:
@@ -107,13 +118,13 @@ class CudaRunner:
         def describe(logits: torch.Tensor, begin: int, end: int) -> None:
             self._prompt.append(self._sampling.describe_prompt(logits, token_ids[begin:end], top_k[begin:end]))
 
-        with self._launching():
+        with self._engine.launching():
             self._fed = self._engine.forward(batch, describe)
 
     def launch_sample(self, batch: StepBatch) -> Callable[[], StepSamples]:
         """See `LaunchingRunner.launch_sample`."""
         assert self._fed is not None, "forward comes first"
-        with self._launching():
+        with self._engine.launching():
             sampled = self._sampling.sample(batch, self._fed, self._engine.cells)
             event = self._backend.record_event()
         prompt = self._prompt
@@ -128,32 +139,48 @@ class CudaRunner:
         """See `Runner.sample`: launches, then waits."""
         return self.launch_sample(batch)()
 
-    def _load_engine(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: ProgressCallback) -> CudaEngine:
+    def end_ranks(self) -> None:
+        """See `LeadsRanks.end_ranks`."""
+        if self._leader is not None:
+            self._leader.end()
+
+    def _load_engine(
+        self, checkpoint: Checkpoint, dtype: str, progress: ProgressCallback
+    ) -> CudaEngine | CudaLeader:
         def report(done: int, total: int) -> None:
             progress("weights", done, total)
 
-        return CudaEngine(checkpoint.config, checkpoint.weights, dtype, self._backend, self._options, report)
+        def load(ranks: Communicator = ALONE) -> CudaEngine:
+            whole = (checkpoint.config, checkpoint.weights, DTYPES[dtype])
+            return CudaEngine(*whole, self._backend, self._options, report, ranks)
+
+        if self._place is None:
+            return load()
+        # Only several ranks need torch.distributed, which not every build of torch has.
+        from stepahead.worker.ranks import cuda_leader, start_up  # noqa: PLC0415
+
+        shard, group, reports = start_up.lead(
+            self._place,
+            self._backend.device,
+            checkpoint.config,
+            lambda group: (load(group), fingerprint(checkpoint, dtype)),
+            options=self._options.describe(),
+            ordered_sums=self._options.deterministic,
+        )
+        self._leader = cuda_leader.CudaLeader(shard, group, reports)
+        return self._leader
 
     def _make_sampler(self, shape: CacheShape) -> None:
         self._sampler = None  # an older one's counts must go before the new ones come
         self._sampler = DeviceSampler(self._backend, shape.num_slots, self._model[0].vocab_size)
 
-    @contextmanager
-    def _launching(self) -> Generator[None]:
-        """For launching a step: no gradients and, where it is asked for, no waiting."""
-        with ExitStack() as exits:
-            exits.enter_context(torch.inference_mode())
-            if self._options.forbid_waits:
-                exits.enter_context(self._backend.forbid_waits())
-            yield
-
     @property
-    def _model(self) -> tuple[ModelConfig, CudaEngine]:
+    def _model(self) -> tuple[ModelConfig, CudaEngine | CudaLeader]:
         assert self._loaded is not None, "load comes first"
         return self._loaded
 
     @property
-    def _engine(self) -> CudaEngine:
+    def _engine(self) -> CudaEngine | CudaLeader:
         return self._model[1]
 
     @property

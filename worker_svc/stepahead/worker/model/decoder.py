@@ -237,11 +237,11 @@ class Decoder:
 
         Args:
             x: [num_rows, hidden_size], some rows of what `hidden` returned.
-            out: [num_rows, vocab_size] float32; on one rank only.
+            out: [num_rows, vocab_size] float32 on rank 0; nothing is written on others, nor looked at.
         """
         normed = self._ops.rms_norm(x, self._weights.final_norm, self._config.norm_eps)
         narrow = self._ops.linear(normed, self._weights.head)
-        logits = self._gathered(narrow) if out is None else out.copy_(narrow)
+        logits = self._gathered(narrow, out)
         cap = self._config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -256,13 +256,19 @@ class Decoder:
         x[as_tensor(elsewhere).to(x.device)] = 0
         return self._ranks.all_reduce(x)
 
-    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns [num_logits, vocab_size] float32 from each rank's part, on rank 0."""
-        vocab_size = self._config.vocab_size
-        parts = self._ranks.gather(logits.float())
-        if not parts:
-            return logits.new_empty(0, vocab_size, dtype=torch.float32)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)[:, :vocab_size].contiguous()
+    def _gathered(self, narrow: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Returns [num_rows, vocab_size] float32 from each rank's part, on rank 0, in `out` where it is given."""
+        if self._ranks.size == 1:
+            return narrow.float() if out is None else out.copy_(narrow)
+        parts = self._ranks.gather(narrow)
+        if out is None:
+            rows = len(narrow) if parts else 0
+            out = narrow.new_empty(rows, self._config.vocab_size, dtype=torch.float32)
+        for rank, part in enumerate(parts):
+            width = part.shape[1]
+            columns = out[:, rank * width : (rank + 1) * width]
+            columns.copy_(part[:, : columns.shape[1]])  # the last ids may be padding
+        return out
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else self._ops.rms_norm(x, weight, self._config.norm_eps)

@@ -15,6 +15,7 @@ from stepahead.worker.toy.options import PREFIX, ToySpec, parse_toy_spec
 
 if TYPE_CHECKING:
     from stepahead.kernels.cuda.backend import Backend
+    from stepahead.worker.model.cuda_engine import CudaOptions
     from stepahead.worker.ranks.place import RankPlace
 
 TOYS: dict[str, Callable[[ToySpec], Runner]] = {
@@ -67,7 +68,13 @@ def make_runner(
 
 
 def make_cuda_runner(
-    spec: str, device: str, *, dtype: str = "auto", graphs: bool = True, deterministic: bool = False
+    spec: str,
+    device: str,
+    *,
+    dtype: str = "auto",
+    graphs: bool = True,
+    deterministic: bool = False,
+    place: RankPlace | None = None,
 ) -> LaunchingRunner:
     """Returns a runner on a GPU; nothing is read or downloaded before its `load`.
 
@@ -77,32 +84,57 @@ def make_cuda_runner(
         dtype: "auto", "bfloat16", "float16" or "float32".
         graphs: see `CudaOptions`.
         deterministic: see `CudaOptions`.
+        place: of rank 0 among several ranks; None: it is the only one.
 
     Raises:
         ModelError: a toy, an unknown dtype, or no such GPU here.
     """
     if spec.startswith(PREFIX):
         raise ModelError("toy models compute on the CPU: leave --device at cpu")
+    from stepahead.worker.model.cuda_runner import CudaRunner  # noqa: PLC0415 - a toy needs no torch
+
+    options = cuda_options(graphs=graphs, deterministic=deterministic)
+    return CudaRunner(spec, dtype, open_gpu(device, place), options, place)
+
+
+def cuda_options(*, graphs: bool, deterministic: bool) -> CudaOptions:
+    """Returns how an engine runs, and sets what cuBLAS reads from the environment; before torch uses a GPU."""
+    from stepahead.worker.model.cuda_engine import CudaOptions  # noqa: PLC0415
+
     if deterministic:
         os.environ.setdefault(*DETERMINISTIC_WORKSPACE)
-    from stepahead.worker.model.cuda_engine import CudaOptions  # noqa: PLC0415 - a toy needs no torch
-    from stepahead.worker.model.cuda_runner import CudaRunner  # noqa: PLC0415
-
-    return CudaRunner(spec, dtype, open_gpu(device), CudaOptions(graphs=graphs, deterministic=deterministic))
+    return CudaOptions(graphs=graphs, deterministic=deterministic)
 
 
 @cache
-def open_gpu(device: str) -> Backend:
+def open_gpu(device: str, place: RankPlace | None = None) -> Backend:
     """Returns the one back end of a GPU in this process; raises `ModelError` where there is none.
 
     Args:
-        device: "cuda" or "cuda:N".
+        device: "cuda" or "cuda:N"; of several ranks' GPUs on this machine the first one.
+        place: of this process among several ranks; None: it is the only one.
     """
     from stepahead.kernels.cuda.cupy_backend import CupyBackend  # noqa: PLC0415 - imports torch
     from stepahead.kernels.cuda.errors import KernelUnavailable  # noqa: PLC0415
 
-    _, _, index = device.partition(":")
     try:
-        return CupyBackend(int(index or 0))
+        return CupyBackend(_gpu_index(device, place))
     except KernelUnavailable as error:
         raise ModelError(f"--device {device}: {error}") from error
+
+
+def _gpu_index(device: str, place: RankPlace | None) -> int:
+    """Each rank of a machine has the GPU behind the last one's. Raises `ModelError` if there are too few."""
+    from stepahead.kernels.cuda.cupy_backend import visible_gpus  # noqa: PLC0415 - imports torch
+
+    first = int(device.partition(":")[2] or 0)
+    if place is None:
+        return first
+    visible = visible_gpus()
+    last = first + max(place.local_size, place.local_rank + 1) - 1
+    if last >= len(visible):
+        raise ModelError(
+            f"--tensor-parallel-size {place.size}: the ranks on this machine need a GPU each, cuda:{first} to "
+            f"cuda:{last}, and CUDA shows {len(visible)}{''.join(f', {gpu}' for gpu in visible)}"
+        )
+    return first + place.local_rank

@@ -1,6 +1,7 @@
 """What the decoder asks of the other ranks: the `Communicator` seam.
 
-Every rank runs the same lines in the same order; a call returns when all ranks have made it.
+Every rank runs the same lines in the same order. On the CPU a call returns when all ranks have made it. On a GPU it
+is work on the current stream: it returns at once, and the device waits for the other ranks' devices.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ class Communicator(Protocol):
         """
         ...
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns rank 0's `x` on every rank; the others' `x`, of its shape and dtype, is overwritten.
+
+        Raises:
+            RankLost: another rank is gone.
+        """
+        ...
+
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's `x` in the order of ranks, all of one shape, on rank 0; nothing elsewhere.
 
@@ -48,6 +57,10 @@ class Alone:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_reduce`."""
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.broadcast`."""
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`LeaderEngine`: rank 0's shard, and every step told to the other ranks before it runs."""
+"""`LeaderEngine`: rank 0's shard on the CPU, and every step told to the other ranks before it runs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from numpy.typing import NDArray
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.model.sampler import DrawRows
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
-from stepahead.worker.ranks.messages import Allocate, ChangeBlocks, Forward, Stop
+from stepahead.worker.ranks.leader import Leader
+from stepahead.worker.ranks.messages import ChangeBlocks, Forward
 from stepahead.worker.ranks.rank_group import RankGroup
-from stepahead.worker.ranks.start_up import RankReport, complete_together
-from stepahead.worker.runner import CacheShape
+from stepahead.worker.ranks.start_up import RankReport
 
 
-class LeaderEngine:
+class LeaderEngine(Leader):
     """Implements `StepEngine` for all ranks. Its sizes are those of all ranks together."""
 
     def __init__(self, shard: StepEngine, group: RankGroup, reports: tuple[RankReport, ...]) -> None:
+        super().__init__(shard, group, reports)
         self._shard = shard
-        self._group = group
         self.name = f"{shard.name} x{group.size}"
-        self.weight_bytes = sum(report.weight_bytes for report in reports)
-        self.kv_bytes_per_token = group.size * shard.kv_bytes_per_token
         # A block takes as much of every rank's memory, so the smallest rank decides.
         self.available_bytes = group.size * min(report.memory_bytes for report in reports)
 
@@ -30,11 +28,6 @@ class LeaderEngine:
     def draw_rows(self) -> DrawRows | None:
         """See `StepEngine.draw_rows`; logits are whole on rank 0."""
         return self._shard.draw_rows
-
-    def allocate(self, shape: CacheShape) -> None:
-        """See `StepEngine.allocate`."""
-        self._group.send(Allocate(shape))
-        complete_together(self._group, lambda: self._shard.allocate(shape))
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """See `StepEngine.change_blocks`."""
@@ -47,8 +40,3 @@ class LeaderEngine:
         """See `StepEngine.forward`."""
         self._group.send(Forward(token_ids, layout, logit_tokens))
         return self._shard.forward(token_ids, layout, logit_tokens)
-
-    def end(self) -> None:
-        """Lets the other ranks end. No other call may follow."""
-        self._group.send(Stop())
-        self._group.close()

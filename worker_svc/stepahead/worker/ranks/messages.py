@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepahead.kernels.ops import StepLayout
-from stepahead.worker.runner import CacheShape
+from stepahead.worker.runner import CacheShape, StepBatch
 
 _LENGTH_BYTES = 8
 
@@ -26,6 +26,19 @@ class Allocate:
     """Allocate the cache."""
 
     shape: CacheShape
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureCache:
+    """Run the largest steps and say what is left for a cache; see `CudaEngine.cache_bytes`."""
+
+    limits: CacheShape
+    memory_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSteps:
+    """Record the decode steps; see `CudaEngine.record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +59,25 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """Launch the forward of a step; see `CudaEngine.forward`."""
+
+    batch: StepBatch
+    """As rank 0 has it, but what only rank 0 needs (`cuda_leader`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The worker ends."""
 
 
-Message: TypeAlias = Allocate | ChangeBlocks | Forward | Stop
+HostWork: TypeAlias = ChangeBlocks | Forward
+"""What ranks on the CPU are told while they serve."""
+
+DeviceWork: TypeAlias = MeasureCache | RecordSteps | Launch
+"""What ranks on GPUs are told."""
+
+Message: TypeAlias = Allocate | HostWork | DeviceWork | Stop
 
 
 def _dataclasses_in(hint: object) -> Iterator[Any]:
@@ -87,7 +114,7 @@ def unpack(data: bytes) -> Message:
 
 def _described(value: object, arrays: list[NDArray[Any]]) -> object:
     """Returns a value as JSON can say it, and appends its arrays in order."""
-    if value is None or isinstance(value, int | str):
+    if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, np.ndarray):
         array = cast("NDArray[Any]", value)

@@ -2,6 +2,10 @@
 
 Tensors go by the back-end of the device, messages of the host by gloo. A rank that dies breaks the connections of
 the others, whose calls then raise `RankLost`; one that hangs is the step watchdog's to find (`executor`).
+
+On a GPU a sum whose other rank is gone never ends, and nobody may end it: what is launched behind it would run on
+what it left, and tokens of that would be delivered. So rank 0 lets NCCL abort nothing (`_HANDLING`): its device
+stays where it is until the process ends, which the host sees to. Another rank may be ended by NCCL's own watchdog.
 """
 
 from __future__ import annotations
@@ -31,6 +35,14 @@ CONNECT_TIMEOUT = timedelta(minutes=5)
 _IDLE_TIMEOUT = timedelta(days=365)
 """How long a rank waits for the next step: a worker may be idle for as long as it likes."""
 
+_COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""After which NCCL ends a rank other than 0 whose device still waits for the others'. Waiting starts when it is
+launched, at the same time on all ranks, so this bounds steps, not the time between them."""
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""What NCCL's watchdog does after an error or a timeout. 0: it writes a log line; torch's default: it ends the
+process."""
+
 _FRAME_BYTES = 4096
 """A message and its length take one broadcast if they fit into this, as decode steps do, else two."""
 _LENGTH_BYTES = 8
@@ -40,12 +52,21 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankGroup:
-    """Implements `Communicator`. One per process, from `connect`; every method on the thread that connected."""
+    """Implements `Communicator`. One per process, from `connect`; one thread at a time calls it.
 
-    def __init__(self, rank: int, size: int, host_group: object | None) -> None:
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        host_group: that messages go by; None: the default group is one of the host.
+        ordered_sums: sums are made in the order of ranks. A library adds in an order that depends on where in the
+            tensor a value stands, so that the rows beside a row would show in its last bits.
+    """
+
+    def __init__(self, rank: int, size: int, host_group: object | None, *, ordered_sums: bool = False) -> None:
         self._rank = rank
         self._size = size
-        self._host_group = host_group  # None: the default group is one of the host
+        self._host_group = host_group
+        self._ordered_sums = ordered_sums
 
     @property
     def rank(self) -> int:
@@ -59,7 +80,19 @@ class RankGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Communicator.all_reduce`."""
-        _guarded(lambda: _dist.all_reduce(x))
+        if not self._ordered_sums:
+            _guarded(lambda: _dist.all_reduce(x))
+            return x
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        _guarded(lambda: _dist.all_gather(parts, x))
+        x.copy_(parts[0])
+        for part in parts[1:]:
+            x += part
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Communicator.broadcast`."""
+        _guarded(lambda: _dist.broadcast(x, 0))
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -72,20 +105,18 @@ class RankGroup:
         """Sends a message from rank 0 to every other rank, which must be in `receive`. Raises `RankLost`."""
         data = pack(message)
         framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-        self._broadcast(
-            torch.frombuffer(bytearray(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8)
-        )
+        self._tell(torch.frombuffer(bytearray(framed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")), dtype=torch.uint8))
         if len(framed) > _FRAME_BYTES:
-            self._broadcast(torch.frombuffer(bytearray(framed[_FRAME_BYTES:]), dtype=torch.uint8))
+            self._tell(torch.frombuffer(bytearray(framed[_FRAME_BYTES:]), dtype=torch.uint8))
 
     def receive(self) -> Message:
         """Waits for the next message of rank 0. Raises `RankLost`."""
         frame = np.empty(_FRAME_BYTES, np.uint8)
-        self._broadcast(as_tensor(frame))
+        self._tell(as_tensor(frame))
         end = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES].tobytes(), "little")
         if end > _FRAME_BYTES:
             rest = np.empty(end - _FRAME_BYTES, np.uint8)
-            self._broadcast(as_tensor(rest))
+            self._tell(as_tensor(rest))
             frame = np.concatenate([frame, rest])
         return unpack(frame[_LENGTH_BYTES:end].tobytes())
 
@@ -109,16 +140,17 @@ class RankGroup:
         """Ends the connections, all ranks' if any rank closes."""
         _dist.destroy_process_group()
 
-    def _broadcast(self, data: torch.Tensor) -> None:
+    def _tell(self, data: torch.Tensor) -> None:
         _guarded(lambda: _dist.broadcast(data, 0, group=self._host_group))
 
 
-def connect(place: RankPlace, device: str) -> RankGroup:
-    """Waits for all ranks and connects them; the calling thread is the one to use the group.
+def connect(place: RankPlace, device: torch.device, *, ordered_sums: bool = False) -> RankGroup:
+    """Waits for all ranks and connects them.
 
     Args:
         place: of this rank.
-        device: "cpu" or "cuda".
+        device: where its tensors are.
+        ordered_sums: see `RankGroup`.
 
     Raises:
         ModelError: some rank is not there in time, or they cannot reach each other.
@@ -126,19 +158,27 @@ def connect(place: RankPlace, device: str) -> RankGroup:
     if place.address in ("127.0.0.1", "localhost", "::1"):
         # Else gloo binds to what this machine's name resolves to, if it does: another address, or none.
         os.environ.setdefault(_GLOO_INTERFACE, _LOOPBACK)
-    backend = BACKENDS[device]
+    backend = BACKENDS[device.type]
+    if place.rank == 0:
+        os.environ.setdefault(_HANDLING, "0")
+    options: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
     try:
-        _dist.init_process_group(
-            backend, store=_store(place), rank=place.rank, world_size=place.size, timeout=_IDLE_TIMEOUT
-        )
-        host_group = None if backend == "gloo" else _dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
+        if backend == "gloo":
+            _dist.init_process_group(backend, store=_store(place), timeout=_IDLE_TIMEOUT, **options)
+            host_group = None
+        else:
+            # With its device named, NCCL connects now, not in the first step.
+            _dist.init_process_group(
+                backend, store=_store(place), timeout=_COLLECTIVE_TIMEOUT, device_id=device, **options
+            )
+            host_group = _dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = _reason(error)
         message = (
             f"the {place.size} ranks of this worker cannot be connected at {place.address}:{place.port}: {reason}"
         )
         raise ModelError(message) from error
-    return RankGroup(place.rank, place.size, host_group)
+    return RankGroup(place.rank, place.size, host_group, ordered_sums=ordered_sums)
 
 
 def _store(place: RankPlace) -> object:
@@ -162,4 +202,10 @@ def _guarded(call: Callable[[], object]) -> None:
     try:
         call()
     except RuntimeError as error:
-        raise RankLost(f"the other ranks cannot be reached: {str(error).splitlines()[0]}") from error
+        raise RankLost(f"the other ranks cannot be reached: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what torch says, and NCCL's own last one, which names the cause."""
+    first, *more = str(error).splitlines() or [type(error).__name__]
+    return " ".join([first, *more[-1:]] if "NCCL" in first else [first])
