@@ -16,7 +16,7 @@ from stepahead.worker.launched_device import LaunchedDevice
 from stepahead.worker.model.cuda_engine import CudaOptions
 from stepahead.worker.model.cuda_runner import CudaRunner
 from stepahead.worker.model.registry import make_runner
-from stepahead.worker.runner import LAST_SAMPLE, CacheShape, SamplingColumns, StepBatch
+from stepahead.worker.runner import LAST_SAMPLE, CacheShape, Runner, SamplingColumns, StepBatch
 from stepahead.worker.step import Step
 from tests.worker_model.driver import Driver
 
@@ -27,18 +27,24 @@ TINY = "random:llama-tiny"
 
 
 def tokens(rig: Rig) -> list[Row]:
-    """Greedy and drawn tokens of a tiny random model in float32, chunked and batched, against the CPU's."""
+    """Tokens of a tiny random model in float32 against the CPU's."""
+    cpu = make_runner(TINY, dtype="float32", kernels="torch")
+    return [compare_tokens(cpu, _runner(rig, TINY, "float32"), rig.pick(48, 6))]
+
+
+def compare_tokens(one: Runner, other: Runner, count: int) -> Row:
+    """Greedy and drawn tokens of two runners of one model, chunked and batched."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 320, size).tolist() for size in (5, 19, 40)]
     drawn = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
     outputs: list[list[list[int]]] = []
-    for runner in (make_runner(TINY, dtype="float32", kernels="torch"), _runner(rig, TINY, "float32")):
+    for runner in (one, other):
         driver = Driver(runner, num_blocks=200)
         seqs = [driver.admit(prompt, **(drawn if index else {})) for index, prompt in enumerate(prompts)]
-        driver.run(seqs, rig.pick(48, 6), chunk=7, shuffle=False)
+        driver.run(seqs, count, chunk=7, shuffle=False)
         outputs.append([seq.outputs for seq in seqs])
     same = [one == other for one, other in zip(*outputs, strict=True)]
-    return [{"sequences": len(same), "equal": sum(same), "tokens each": len(outputs[0][0]), "ok": all(same)}]
+    return {"sequences": len(same), "equal": sum(same), "tokens each": count, "ok": all(same)}
 
 
 def waits(rig: Rig) -> list[Row]:
@@ -66,11 +72,7 @@ def decode(rig: Rig) -> Iterator[Row]:
     """
     spec, dtype = (TINY, "float32") if rig.small else ("random:llama-8b", "bfloat16")
     batches, context, steps = ((1, 3), 20, 4) if rig.small else ((1, 32, 256), 1024, 60)
-    blocks_per_row = -(-(context + 3 * steps) // BLOCK)
-    shape = CacheShape(
-        num_slots=max(batches), num_blocks=max(batches) * blocks_per_row, block_size=BLOCK,
-        max_model_len=blocks_per_row * BLOCK, max_num_batched_tokens=max(batches), max_num_seqs=max(batches),
-    )  # fmt: skip
+    shape = decode_shape(max(batches), context + 3 * steps)
     runner = _runner(rig, spec, dtype)
     runner.load(lambda what, done, total: None)
     for graphs in (True, False):
@@ -79,12 +81,22 @@ def decode(rig: Rig) -> Iterator[Row]:
         runner.allocate(shape)
         for num_rows in batches:
             for overlap in (True, False):
-                yield _measure(runner, shape, num_rows, context, steps, overlap=overlap, graphs=graphs)
+                yield measure(runner, shape, num_rows, context, steps, overlap=overlap, graphs=graphs)
 
 
-def _measure(
+def decode_shape(num_rows: int, length: int) -> CacheShape:
+    """Returns the shape of batch and cache for so many rows of so many tokens."""
+    blocks_per_row = -(-length // BLOCK)
+    return CacheShape(
+        num_slots=num_rows, num_blocks=num_rows * blocks_per_row, block_size=BLOCK,
+        max_model_len=blocks_per_row * BLOCK, max_num_batched_tokens=num_rows, max_num_seqs=num_rows,
+    )  # fmt: skip
+
+
+def measure(
     runner: CudaRunner, shape: CacheShape, num_rows: int, context: int, steps: int, *, overlap: bool, graphs: bool
 ) -> Row:
+    """Returns the figures of some decode steps of `num_rows` rows from a context on."""
     stream_errors: list[Exception] = []
     current = torch.cuda.current_stream() if torch.cuda.is_available() else None
     stream = LaunchStream(runner._backend.record_event, stream_errors.append)

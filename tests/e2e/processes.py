@@ -38,12 +38,13 @@ def is_running(pid: int) -> bool:
 
 
 class Process:
-    """`python -m stepahead.SERVICE`, with its announcements and its log."""
+    """`python -m stepahead.SERVICE`, or a module in its place, with its announcements and its log."""
 
     def __init__(self, service: str, arguments: list[str], log: Path) -> None:
         self.log_path = log
         read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-m", f"stepahead.{service}", *arguments, "--announce-fd", str(write_fd)]
+        module = service if "." in service else f"stepahead.{service}"
+        command = [sys.executable, "-m", module, *arguments, "--announce-fd", str(write_fd)]
         with log.open("wb") as stderr:
             self.popen = subprocess.Popen(command, stdout=stderr, stderr=stderr, pass_fds=[write_fd])
         os.close(write_fd)

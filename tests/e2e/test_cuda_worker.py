@@ -22,6 +22,7 @@ from stepahead.worker.launch_stream import LaunchStream
 from stepahead.worker.model.cuda_engine import CudaOptions
 from stepahead.worker.model.cuda_runner import CudaRunner
 from stepahead.worker.model.registry import make_runner
+from stepahead.worker.ranks.place import RankPlace
 from stepahead.worker.server import WorkerServer
 from tests.e2e.stack import Stack, eventually, request, serve, serve_scheduler, worker_settings
 from tests.e2e.test_constrained import constrained, fits
@@ -34,12 +35,14 @@ WORKER = {"max_model_len": 128, "num_kv_blocks": 256, "max_num_seqs": 8, "max_nu
 
 
 @asynccontextmanager
-async def serve_on_device(model: Path, *, worker: dict[str, Any], **fields: Any) -> AsyncIterator[Stack]:
-    """A scheduler and a worker that launches its steps."""
+async def serve_on_device(
+    model: Path, *, worker: dict[str, Any], place: RankPlace | None = None, **fields: Any
+) -> AsyncIterator[Stack]:
+    """A scheduler and a worker that launches its steps, alone or as rank 0."""
     backend = OpaqueBackend()
     server = WorkerServer(
         worker_settings(str(model), **worker),
-        lambda: CudaRunner(str(model), "float32", backend, CudaOptions(forbid_waits=True)),
+        lambda: CudaRunner(str(model), "float32", backend, CudaOptions(forbid_waits=True), place),
         Announcer(None),
         lambda on_error: LaunchStream(backend.record_event, on_error),
     )

@@ -42,6 +42,8 @@ class Pair:
                 rank=0, size=2, local_size=2, address="127.0.0.1", port=port, listen_fd=listener.detach()
             )
         self.group = rank_group.connect(place, torch.device("cpu"))
+        self._disconnect = self.group.close
+        self.group.close = lambda: None  # a worker that ends does not end the pair
 
     def connect(self, _place: RankPlace, _device: torch.device, *, ordered_sums: bool) -> rank_group.RankGroup:
         """In place of `rank_group.connect`: the ranks are connected once for all models."""
@@ -81,7 +83,7 @@ class Pair:
         assert self.other.stdin is not None
         self.other.stdin.close()
         self.other.wait(10)
-        self.group.close()
+        self._disconnect()
 
 
 @contextmanager

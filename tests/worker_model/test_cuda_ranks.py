@@ -20,6 +20,9 @@ from stepahead.worker.model.cuda_engine import CudaOptions
 from stepahead.worker.model.cuda_runner import CudaRunner
 from stepahead.worker.model.registry import make_cuda_runner, make_runner
 from stepahead.worker.runner import SampleStatus
+from tests.e2e.byte_model import save_byte_model
+from tests.e2e.stack import serve
+from tests.e2e.test_cuda_worker import WORKER, mixed, serve_on_device
 from tests.kernels.cuda.conftest import compilers  # noqa: F401 - skips where kernels cannot be compiled
 from tests.worker_model.conftest import VOCAB_SIZE
 from tests.worker_model.driver import Driver
@@ -36,6 +39,11 @@ PROMPTS = [RNG.integers(3, VOCAB_SIZE, size).tolist() for size in (1, 13, 22, 9)
 def pair():
     with connected_pair() as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory):
+    return save_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
 def alone(spec, **options):
@@ -142,6 +150,23 @@ def test_j3_deterministic_rows_have_the_same_bits_alone_beside_strangers_and_rec
             logits.append(seen(runner._fed.logits)[0])
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_g7_two_ranks_behind_a_scheduler_give_the_cpus_tokens(pair, byte_model, depth):
+    """Few blocks: sequences are preempted and replayed. The worker's end lets the other rank go."""
+    messages = mixed()
+    async with serve(str(byte_model), worker=WORKER | {"dtype": "float32"}) as stack:
+        wanted = [(await stack.answer(message)).token_ids for message in messages]
+    pair.tell("device", str(byte_model), "float32", {})
+    fewer = WORKER | {"num_kv_blocks": 40}
+    async with serve_on_device(byte_model, worker=fewer, place=PLACE, overlap_depth=depth) as stack:
+        assert [answer.token_ids for answer in await stack.answers(messages)] == wanted
+        await stack.assert_quiescent()
+        (worker,) = (await stack.status()).workers
+        assert (worker.steps.boundaries_with_running_step > 0) == (depth > 0)
+        assert worker.device == "cpu x2"
 
 
 def test_the_gpu_with_the_least_memory_sizes_the_cache(tiny, pair):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CLOSE_TIMEOUT_S = 2.0
+PROGRAM = "stepahead.worker"
+"""What `python -m` runs as the other ranks."""
 
 
 class Followers:
@@ -26,7 +28,7 @@ class Followers:
 
     Args:
         size: ranks of the worker, rank 0 included.
-        arguments: of `python -m stepahead.worker`, the same for each.
+        arguments: of PROGRAM, the same for each.
     """
 
     def __init__(self, size: int, arguments: Sequence[str]) -> None:
@@ -93,7 +95,7 @@ class Followers:
             LIFELINE: str(lifeline_fd),
         }
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "stepahead.worker", *self._arguments),
+            *(sys.executable, "-m", PROGRAM, *self._arguments),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(lifeline_fd,),
