@@ -121,7 +121,8 @@ def test_f2_j2_copies_zeros_and_holes_reach_every_rank(tiny, pair):
         nothing = np.zeros(-(-VOCAB_SIZE // 8), np.uint8)
         masked = driver.build(decode=2)
         steps.append(replace(masked, sampling=replace(masked.sampling, masks=(nothing, None))))
-        steps.append(driver.build(decode=2))  # row 0 is a hole: it has sampled nothing
+        hole = driver.build(decode=2)  # row 0 has sampled nothing. If it wrote, both rows would read it
+        steps.append(replace(hole, slot_mapping=np.array([first.block_ids[0] * 4, hole.slot_mapping[1]])))
         found = [driver.execute(step) for step in steps]
         driver.table.note_unsampled(slot=0, incarnation=first.incarnation, step_id=3, position=20)
         again = driver.build(rows=[(0, 20, 1, True)], decode=1)  # written now, and read from then on
@@ -150,6 +151,9 @@ def test_j3_deterministic_rows_have_the_same_bits_alone_beside_strangers_and_rec
             logits.append(seen(runner._fed.logits)[0])
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
+    single = Driver(alone(tiny("llama-gqa-tied").path), num_blocks=200)
+    single.run([single.admit(PROMPT)], 2)
+    torch.testing.assert_close(logits[0], seen(single.runner._fed.logits)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.e2e
