@@ -114,7 +114,7 @@ class CudaEngine:
         if ranks.size > 1:
             source = ShardSource(source, config, ranks.rank, ranks.size)
             config = shard_config(config, ranks.size)
-        check_sizes(config, dtype)
+        check_sizes(config, dtype, ranks.size)
         self._config = config
         self._backend = backend
         self._options = options
@@ -319,8 +319,8 @@ def choose_dtype(asked: str, stored: str) -> str:
     return dtype if dtype in DTYPES else "bfloat16"
 
 
-def check_sizes(config: ModelConfig, dtype: torch.dtype) -> None:
-    """Raises `ModelError` if the kernels cannot compute a model's sizes."""
+def check_sizes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> None:
+    """Raises `ModelError` if the kernels cannot compute a model's sizes, or those of a rank's shard."""
     size = dtype.itemsize
     per_piece = _PIECE_BYTES // size
     faults: list[str] = []
@@ -329,10 +329,11 @@ def check_sizes(config: ModelConfig, dtype: torch.dtype) -> None:
     if size == 2 and config.head_dim % 16:
         faults.append(f"a head size of {config.head_dim}, not a multiple of 16")
     inner = [config.intermediate_size] + ([config.mixture.intermediate_size] if config.mixture else [])
-    for what, sizes in (("hidden", [config.hidden_size]), ("intermediate", inner)):
-        faults += [f"a {what} size of {each}, not a multiple of {per_piece}" for each in sizes if each % per_piece]
+    for what, sizes in (("a hidden", [config.hidden_size]), ("an intermediate", inner)):
+        faults += [f"{what} size of {each}, not a multiple of {per_piece}" for each in sizes if each % per_piece]
     if faults:
-        raise ModelError(f"the CUDA kernels cannot compute this model in {dtype}: it has {', '.join(faults)}")
+        what = "it has" if num_ranks == 1 else f"each of {num_ranks} ranks has"
+        raise ModelError(f"the CUDA kernels cannot compute this model in {dtype}: {what} {', '.join(faults)}")
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:

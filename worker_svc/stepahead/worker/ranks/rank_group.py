@@ -159,14 +159,14 @@ def connect(place: RankPlace, device: torch.device, *, ordered_sums: bool = Fals
         # Else gloo binds to what this machine's name resolves to, if it does: another address, or none.
         os.environ.setdefault(_GLOO_INTERFACE, _LOOPBACK)
     backend = BACKENDS[device.type]
-    if place.rank == 0:
-        os.environ.setdefault(_HANDLING, "0")
     options: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
     try:
         if backend == "gloo":
             _dist.init_process_group(backend, store=_store(place), timeout=_IDLE_TIMEOUT, **options)
             host_group = None
         else:
+            if place.rank == 0:
+                os.environ.setdefault(_HANDLING, "0")
             # With its device named, NCCL connects now, not in the first step.
             _dist.init_process_group(
                 backend, store=_store(place), timeout=_COLLECTIVE_TIMEOUT, device_id=device, **options
