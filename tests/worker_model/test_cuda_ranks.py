@@ -265,6 +265,7 @@ def test_gpus_are_connected_by_nccl_and_hosts_by_gloo(monkeypatch, rank, handlin
     assert (backend, options["device_id"], options["rank"]) == (("nccl",), torch.device("cuda", rank), rank)
     assert (host["backend"], options["timeout"] < host["timeout"]) == ("gloo", True)
     assert environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == handling
+    assert environment["NCCL_SOCKET_IFNAME"] == "=lo", "ranks of one machine"
     group.send(Stop())
     group.all_reduce(torch.zeros(1))
     assert [options.get("group") for _, _, options in fake.calls[2:]] == ["new_group", None]

@@ -48,6 +48,7 @@ _FRAME_BYTES = 4096
 _LENGTH_BYTES = 8
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -158,6 +159,8 @@ def connect(place: RankPlace, device: torch.device, *, ordered_sums: bool = Fals
     if place.address in ("127.0.0.1", "localhost", "::1"):
         # Else gloo binds to what this machine's name resolves to, if it does: another address, or none.
         os.environ.setdefault(_GLOO_INTERFACE, _LOOPBACK)
+        # NCCL too would meet at an address that other machines reach. With the sign it takes no longer name.
+        os.environ.setdefault(_NCCL_INTERFACE, f"={_LOOPBACK}")
     backend = BACKENDS[device.type]
     options: dict[str, Any] = {"rank": place.rank, "world_size": place.size}
     try:
