@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from stepahead.scheduler.core import BlockId, LaneId, RequestKey, RowFault
+from stepahead.scheduler.core import BlockId, LaneId, RequestKey, RowFault, placement, scheduler
 from stepahead.scheduler.core.block_pool import BlockPool
 from stepahead.scheduler.core.ids import BlockKey
+from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.placement import Place
 from stepahead.scheduler.core.prefix_cache import KeyChain
-from tests.scheduler.core.builders import LANE, Driver
+from stepahead.scheduler.core.sequence import Sequence
+from tests.scheduler.core.builders import LANE, OTHER_LANE, Driver
 
 CACHE = {"prefix_caching": True}
 
@@ -138,6 +141,54 @@ def test_a_hold_is_bounded_in_steps() -> None:
         driver.commit()
         steps += 1
     assert steps == 4
+
+
+def test_who_is_still_held_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds may wait for one prefix: a pass looks for places for newcomers only."""
+    searched: list[int] = []
+
+    def find_and_note(sequence: Sequence, lanes: list[Lane], parent: Sequence | None) -> Place | None:
+        searched.append(sequence.request.key)
+        return placement.find_place(sequence, lanes, parent)
+
+    monkeypatch.setattr(scheduler, "find_place", find_and_note)
+    driver = cached_driver(max_num_batched_tokens=8, max_num_seqs=8, num_blocks=99, max_model_len=64)
+    prompt = list(range(1, 42))
+    for key in range(1, 7):
+        add(driver, key, prompt)
+    driver.must_plan()
+    assert searched == [1, 2, 3, 4, 5, 6]
+    add(driver, 7, prompt)
+    add(driver, 8, [77])
+    driver.plan()
+    assert [each.key for each in driver.outcome.admitted] == [8]
+    assert searched[6:] == [7, 8]
+    driver.commit()
+    driver.must_plan()
+    assert searched[8:] == [2, 3, 4, 5, 6, 7], "the block they waited for is there: now they wait for the next"
+    assert driver.outcome.admitted == ()
+
+
+@pytest.mark.parametrize("fault", ["abort", "lose"])
+def test_a_hold_ends_with_whoever_was_waited_for(fault: str) -> None:
+    driver = cached_driver(max_num_batched_tokens=8, num_lanes=2, num_blocks=99, max_model_len=64)
+    for key in (1, 2, 3):
+        add(driver, key, list(range(1, 42)))
+    driver.must_plan()
+    assert [(each.key, each.lane_id) for each in driver.outcome.admitted] == [(1, LANE), (2, OTHER_LANE)]
+    hold = driver.sequence(3).hold
+    assert hold is not None
+    assert hold.lane_id == LANE
+    if fault == "abort":
+        driver.scheduler.abort(RequestKey(1))
+        driver.plan(OTHER_LANE)
+        assert [(each.key, each.lane_id) for each in driver.outcome.admitted] == [(3, LANE)]
+    else:
+        driver.lose()
+        driver.plan(OTHER_LANE)
+        hold = driver.sequence(3).hold
+        assert hold is not None
+        assert hold.lane_id == OTHER_LANE, "there the same prefix is on its way"
 
 
 def test_a_faulty_row_leaves_nothing_behind() -> None:

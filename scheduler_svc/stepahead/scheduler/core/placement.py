@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
-from stepahead.scheduler.core.ids import BlockId, BlockKey, StepId
+from stepahead.scheduler.core.ids import BlockId, BlockKey, LaneId, StepId
 from stepahead.scheduler.core.lane import Lane
-from stepahead.scheduler.core.sequence import Sequence
+from stepahead.scheduler.core.sequence import Hold, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,19 @@ def is_held(sequence: Sequence, place: Place, max_held_steps: int) -> bool:
     lane = place.lane
     if not place.missing_keys or place.missing_keys[0] not in lane.being_prefilled:
         return False
-    if sequence.hold_until is None or sequence.hold_until[0] != lane.lane_id:
-        sequence.hold_until = (lane.lane_id, StepId(lane.next_step_id + max_held_steps))
-    return lane.next_step_id < sequence.hold_until[1]
+    hold = sequence.hold
+    if hold is None or hold.lane_id != lane.lane_id:
+        until = StepId(lane.next_step_id + max_held_steps)
+    else:
+        until = hold.until
+    sequence.hold = Hold(lane.lane_id, place.missing_keys[0], until)
+    return lane.next_step_id < until
+
+
+def is_still_held(hold: Hold, lanes: Mapping[LaneId, Lane]) -> bool:
+    """Whether what was waited for in an earlier pass is still to come: no need to look for a place again.
+
+    Hundreds may wait for one prefix, and every pass meets all of them.
+    """
+    lane = lanes.get(hold.lane_id)
+    return lane is not None and hold.key in lane.being_prefilled and lane.next_step_id < hold.until

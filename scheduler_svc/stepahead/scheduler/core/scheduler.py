@@ -31,7 +31,7 @@ from stepahead.scheduler.core.events import (
 from stepahead.scheduler.core.fair_share import FairShare
 from stepahead.scheduler.core.ids import Incarnation, LaneId, RequestKey, StepId
 from stepahead.scheduler.core.lane import Lane
-from stepahead.scheduler.core.placement import Place, find_place, is_held
+from stepahead.scheduler.core.placement import Place, find_place, is_held, is_still_held
 from stepahead.scheduler.core.plan import StepResult
 from stepahead.scheduler.core.planning import build_plan, is_window_open, make_room
 from stepahead.scheduler.core.request import (
@@ -299,9 +299,13 @@ class Scheduler:
         admitted: list[Admitted] = []
         blocked: list[Sequence] = []
         has_held = False
+        by_id = {lane.lane_id: lane for lane in lanes}
         for sequence in list(islice(self.waiting, places + self.config.skip_ahead_window)):
-            if any(passed.times_passed >= self.config.max_times_passed for passed in blocked):
+            if blocked and any(passed.times_passed >= self.config.max_times_passed for passed in blocked):
                 break
+            if sequence.hold is not None and is_still_held(sequence.hold, by_id):
+                has_held = True
+                continue
             # A preempted sequence whose last step is in flight still owes a token: not yet.
             place = self._find_place(sequence, lanes) if sequence.stay is None else None
             if place is None:
@@ -334,7 +338,7 @@ class Scheduler:
         self.waiting.note_admission()
         sequence.apply(LifecycleEvent.ADMIT)
         sequence.times_passed = 0
-        sequence.hold_until = None
+        sequence.hold = None
         self._incarnations += 1
         lane = place.lane
         stay = lane.admit(

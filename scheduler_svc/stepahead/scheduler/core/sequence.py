@@ -21,6 +21,7 @@ dispatched S = H + U - 1 holds through every dispatch and commit (rule A2); sett
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
 
 from stepahead.scheduler.core.ids import NO_STEP, BlockId, BlockKey, Incarnation, LaneId, SlotId, StepId
 from stepahead.scheduler.core.prefix_cache import KeyChain
@@ -34,6 +35,17 @@ from stepahead.scheduler.core.token_backlog import TokenBacklog
 from stepahead.scheduler.core.window_table import WindowTable
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Waiting for the next block of a prefix, which somebody prefills right now."""
+
+    lane_id: LaneId
+    key: BlockKey
+    """Of that block."""
+    until: StepId
+    """The lane's step from which on it is not waited for any more."""
+
+
 class Sequence:
     """The history and status of one request. Owned by the scheduler, lives from add to finish."""
 
@@ -42,7 +54,7 @@ class Sequence:
         "_chain_block_size",
         "_history",
         "arrival",
-        "hold_until",
+        "hold",
         "max_total_tokens",
         "num_cached_tokens",
         "num_charged_outputs",
@@ -73,8 +85,8 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission (rule H9)."""
-        self.hold_until: tuple[LaneId, StepId] | None = None
-        """Until which step of a lane it waits for a prefix that is being prefilled there."""
+        self.hold: Hold | None = None
+        """The newest one; over once its block is there or its step has come."""
         self._chain: KeyChain | None = None
         self._chain_block_size = 0
 
