@@ -95,6 +95,7 @@ class Engine:
         self._loop = loop
         self._next_key = 0
         self._turn: _Turn | None = None
+        self._planning: asyncio.Handle | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._lane_wait_timer: asyncio.TimerHandle | None = None
 
@@ -132,6 +133,12 @@ class Engine:
         if compiled is not None:
             self.gates.add(live, compiled)
         self._arm_deadline_timer()
+        if self._planning is None:
+            # One pass over queue and lanes for all prompts that come in the same turn of the loop.
+            self._planning = self._loop.call_soon(self._or_die, self._plan_newcomers)
+
+    def _plan_newcomers(self) -> None:
+        self._planning = None
         self._plan_open_lanes()
         self.budget.pump()
 
@@ -210,7 +217,7 @@ class Engine:
         self._turn = _Turn(link, boundary, outcome, ended, plan_ns)
         # The writer's task is woken by now and stands before this in the loop's queue: the plan is on the wire
         # before anybody's token is looked at.
-        self._loop.call_soon(self._finish_turn_or_die)
+        self._loop.call_soon(self._or_die, self.finish_turn)
 
     def finish_turn(self) -> None:
         """What is left of the last turn. Everything that looks at requests calls it first."""
@@ -221,9 +228,9 @@ class Engine:
         turn.link.note_boundary(turn.boundary, turn.outcome, turn.plan_ns)
         self.budget.pump()
 
-    def _finish_turn_or_die(self) -> None:
+    def _or_die(self, callback: Callable[[], None]) -> None:
         try:
-            self.finish_turn()
+            callback()
         except Exception as error:  # noqa: BLE001 - a loop callback's exception would only be logged
             self.on_fatal(error)
 
