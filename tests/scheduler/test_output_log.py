@@ -26,7 +26,7 @@ def log_with(**fields: Any) -> OutputLog:
 def test_a_cursor_reads_what_is_new() -> None:
     log, cursor = log_with(), LogCursor()
     assert log.read(cursor) is None
-    log.token_ids += [AB, G]
+    log.token_ids.extend([AB, G])
     assert log.decode() is None
     first = log.read(cursor)
     assert first is not None
@@ -74,7 +74,7 @@ def test_k1_k4_every_cursor_reads_the_same(token_ids: list[int], data: st.DataOb
 
 def test_k6_a_match_cuts_what_came_after_it() -> None:
     log, cursor = log_with(stop_strings=["FG"]), LogCursor()
-    log.token_ids += [CDEF, G, AB]
+    log.token_ids.extend([CDEF, G, AB])
     assert log.decode() == "FG"
     assert log.num_decoded == 2
     log.end(2, ends_with_stop_id=False)
@@ -99,7 +99,7 @@ def test_k2_held_back_text_becomes_final_at_the_end() -> None:
 
 def test_a_stop_id_is_a_token_and_no_text() -> None:
     log, cursor = log_with(), LogCursor()
-    log.token_ids += [AB, G]
+    log.token_ids.extend([AB, G])
     log.end(2, ends_with_stop_id=True)
     fresh = log.read(cursor)
     assert fresh is not None
@@ -108,7 +108,7 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 
 def test_a_log_without_text_keeps_ids_only() -> None:
     log, cursor = OutputLog(None), LogCursor()
-    log.token_ids += [AB, G]
+    log.token_ids.extend([AB, G])
     assert log.decode() is None
     log.end(1, ends_with_stop_id=False)
     fresh = log.read(cursor)

@@ -157,9 +157,10 @@ def result_from_proto(boundary: worker_pb2.StepBoundary) -> StepResult:
     return StepResult(
         epoch=boundary.worker_epoch,
         step_id=StepId(boundary.completed_step_id),
-        incarnations=list(completion.incarnations),  # type: ignore[arg-type]  # ints are Incarnations here
-        token_counts=list(counts) or None,
-        token_ids=list(completion.token_ids),
+        # A slice is a list, and made faster than list() makes one.
+        incarnations=completion.incarnations[:],  # type: ignore[arg-type]  # ints are Incarnations here
+        token_counts=counts[:] or None,
+        token_ids=completion.token_ids[:],
         faults=faults,
         logprobs=_logprobs_from_proto(completion.output_logprobs),
         prompt_logprobs=_logprobs_from_proto(completion.prompt_logprobs),

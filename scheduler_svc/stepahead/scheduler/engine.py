@@ -181,6 +181,7 @@ class Engine:
         self.finish_turn()
         self.gates.forget(link)
         preempted = self.core.lose_lane(link.lane_id)
+        self.book.forget_rows(link.lane_id)
         log.warning("lane lost", worker=link.address, reason=reason, num_sequences=len(preempted))
         self.book.note_preempted(preempted)
         if self.links:
@@ -224,7 +225,7 @@ class Engine:
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        self.book.fan_out(turn.outcome, turn.ended)
+        self.book.fan_out(turn.link.lane_id, turn.outcome, turn.ended)
         turn.link.note_boundary(turn.boundary, turn.outcome, turn.plan_ns)
         self.budget.pump()
 

@@ -19,6 +19,7 @@ from stepahead.scheduler.errors import ApiError, FieldViolation, InternalError, 
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.live_request import LiveRequest
 from stepahead.scheduler.request_decoding import Undecodable
+from stepahead.scheduler.steady_rows import MIN_ROWS, SteadyRows
 from stepahead.scheduler.subscription import Subscription
 from stepahead.scheduler.telemetry import incident_id
 from stepahead.scheduler.text.errors import TextError
@@ -45,6 +46,8 @@ class MultiplexSession:
         self._accepting: dict[int, asyncio.Task[None]] = {}
         self._dirty: dict[Subscription, None] = {}
         """Requests with news; the engine adds to it, so it is emptied, never replaced."""
+        self._news: dict[SteadyRows, None] = {}
+        """Columns with tokens that were not taken."""
         self._failures: deque[generation_pb2.RequestFailed] = deque()
         self._turn = asyncio.Event()
         self._reading = True
@@ -211,7 +214,10 @@ class MultiplexSession:
         while self._failures and size < MAX_MESSAGE_BYTES // 2:
             response.failures.append(self._failures.popleft())
             size += response.failures[-1].ByteSize()
-        pending = list(self._dirty)
+        for steady in self._news:
+            size += columns.add_steady(steady)
+        self._news.clear()
+        pending, caught_up = list(self._dirty), dict[Subscription, None]()
         self._dirty.clear()
         for index, subscription in enumerate(pending):
             if size >= MAX_MESSAGE_BYTES // 2:
@@ -222,10 +228,13 @@ class MultiplexSession:
             if subscription.is_plain and subscription.started_sent:
                 size += columns.add(subscription)
                 if not subscription.live.is_over:
+                    caught_up[subscription] = None
                     continue
             size += self._take_events(subscription, response)
         if self._dirty or self._failures:
             self._turn.set()
+        if len(caught_up) >= MIN_ROWS:
+            self._front_end.engine.book.make_columns(self, self._news, caught_up)
         columns.fill(response)
         return response if response.ByteSize() else None
 
@@ -276,6 +285,15 @@ class _Columns:
         else:
             self.token_ids += tokens[first:end]
         return 8 + 3 * (end - first)
+
+    def add_steady(self, steady: SteadyRows) -> int:
+        """As `add`, for all rows of a column, with the tokens of every step since the last message."""
+        first, token_ids, count = steady.take()
+        self.handles += steady.handles
+        self.first_token_indexes += first
+        self.token_counts += [count] * len(first)
+        self.token_ids += token_ids
+        return 8 * len(first) + 3 * len(token_ids)
 
     def fill(self, response: generation_pb2.MultiplexResponse) -> None:
         if not self.handles:

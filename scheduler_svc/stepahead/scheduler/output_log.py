@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stepahead.scheduler.core import TokenLogprobs
 from stepahead.scheduler.text.choice_text import ChoiceText
+
+if TYPE_CHECKING:
+    from stepahead.scheduler.steady_rows import SteadyRows
 
 MakeText = Callable[[], ChoiceText]
 
@@ -47,10 +51,11 @@ class OutputLog:
         "_make_text",
         "_num_decoded",
         "_text",
+        "_token_ids",
         "ends_with_stop_id",
         "logprobs",
         "matched_stop",
-        "token_ids",
+        "steady",
     )
 
     def __init__(self, make_text: MakeText | None) -> None:
@@ -59,7 +64,9 @@ class OutputLog:
         Args:
             make_text: makes the decoder of this choice; None: no text.
         """
-        self.token_ids: list[int] = []
+        self._token_ids: list[int] = []
+        self.steady: SteadyRows | None = None
+        """Columns with tokens that this log may lack. Who moves a cursor or ends the log leaves them first."""
         self.logprobs: list[TokenLogprobs] = []
         """As many as there are tokens, if the request asks for them."""
         self.matched_stop: str | None = None
@@ -68,6 +75,23 @@ class OutputLog:
         self._text = make_text() if make_text is not None else None
         self._chunks: list[str] = []
         self._num_decoded = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All of them; grows in place."""
+        if self.steady is not None:
+            self.steady.settle()
+        return self._token_ids
+
+    @property
+    def has_text(self) -> bool:
+        """Whether somebody asks for text, or for stop strings."""
+        return self._make_text is not None
+
+    def leave_columns(self) -> None:
+        """From now on tokens come one by one."""
+        if self.steady is not None:
+            self.steady.dissolve()
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Adds an output."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import structlog
 
-from stepahead.scheduler.core import Admitted, CommitOutcome, Finished, FinishReason, Preempted, RequestKey
+from stepahead.scheduler.core import (
+    Admitted,
+    CommitOutcome,
+    Finished,
+    FinishReason,
+    LaneId,
+    Preempted,
+    RequestKey,
+    TokenLogprobs,
+)
 from stepahead.scheduler.core_bridge import error_of, is_stop_id
-from stepahead.scheduler.delivery import MessageBudget
+from stepahead.scheduler.delivery import MessageBudget, StreamWriter
 from stepahead.scheduler.errors import ApiError, InternalError
 from stepahead.scheduler.live_request import Choice, LiveRequest, now_ns
+from stepahead.scheduler.steady_rows import LaneRows, SteadyRows
+from stepahead.scheduler.subscription import Subscription
 from stepahead.scheduler.telemetry import incident_id
 from stepahead.scheduler.text.errors import TextError
 
@@ -39,8 +50,7 @@ class RequestBook:
         """Called when the last live request has ended."""
         self._budget = budget
         self._abort = abort
-        self._known_keys: list[RequestKey] = []
-        self._known_choices: list[Choice | None] = []
+        self._rows: dict[LaneId, LaneRows] = {}
 
     def add(self, live: LiveRequest) -> None:
         """The core has accepted it."""
@@ -53,11 +63,26 @@ class RequestBook:
 
     # -------------------------------------------------------------------------------------------- tokens
 
-    def fan_out(self, outcome: CommitOutcome, ended: dict[RequestKey, Finished]) -> None:
+    def fan_out(self, lane_id: LaneId, outcome: CommitOutcome, ended: dict[RequestKey, Finished]) -> None:
         """Appends tokens to output logs and lets streams ask for their turn. This runs per row and step."""
+        rows = self._rows_of(lane_id, outcome.keys)
+        self._append(rows.commit(outcome.token_ids, self._budget), outcome.logprobs, ended)
+        if outcome.prompt_logprobs:
+            self._note_prompt_logprobs(outcome)
+        for key, finished in ended.items():
+            choice = self.choices.get(key)
+            if choice is not None:
+                self.end_choice(choice, finished, error_of(finished))
+
+    def _append(
+        self,
+        rows: Iterable[tuple[Choice | None, int]],
+        logprobs: dict[RequestKey, TokenLogprobs],
+        ended: dict[RequestKey, Finished],
+    ) -> None:
         request_turn = self._budget.request
-        scanned, logprobs = self.with_stop_strings, outcome.logprobs
-        for choice, token in zip(self._choices_of(outcome.keys), outcome.token_ids, strict=True):
+        scanned = self.with_stop_strings
+        for choice, token in rows:
             if choice is None or choice.finished is not None:
                 continue  # an error ended it in this very turn
             if not scanned or choice.key not in scanned or is_stop_id(ended.get(choice.key)):
@@ -78,19 +103,27 @@ class RequestBook:
                 writer = subscription.writer
                 if not writer.queued:
                     request_turn(writer)
-        if outcome.prompt_logprobs:
-            self._note_prompt_logprobs(outcome)
-        for key, finished in ended.items():
-            choice = self.choices.get(key)
-            if choice is not None:
-                self.end_choice(choice, finished, error_of(finished))
 
-    def _choices_of(self, keys: list[RequestKey]) -> list[Choice | None]:
-        """The choices of a commit's rows. The core hands out the same list while its rows stay the same."""
-        if keys is not self._known_keys:
-            self._known_choices = [self.choices.get(key) for key in keys]
-            self._known_keys = keys
-        return self._known_choices
+    def _rows_of(self, lane_id: LaneId, keys: list[RequestKey]) -> LaneRows:
+        """The rows of a lane's commit. The core hands out the same list while they stay the same."""
+        rows = self._rows.get(lane_id)
+        if rows is None or rows.keys is not keys:
+            self.forget_rows(lane_id)
+            rows = self._rows[lane_id] = LaneRows(keys, [self.choices.get(key) for key in keys])
+        return rows
+
+    def forget_rows(self, lane_id: LaneId) -> None:
+        """The rows of the lane have changed, or it is lost."""
+        rows = self._rows.pop(lane_id, None)
+        if rows is not None:
+            rows.dissolve()
+
+    def make_columns(
+        self, writer: StreamWriter, news: dict[SteadyRows, None], caught_up: Mapping[Subscription, None]
+    ) -> None:
+        """A stream has said all there is of many requests: see `LaneRows.make_columns`."""
+        for rows in self._rows.values():
+            rows.make_columns(writer, news, caught_up)
 
     def _note_prompt_logprobs(self, outcome: CommitOutcome) -> None:
         for key, record in outcome.prompt_logprobs.items():
@@ -112,14 +145,15 @@ class RequestBook:
                 live.times.admitted_ns = now_ns()
                 live.num_cached_tokens = entry.num_cached_tokens
                 for subscription in live.subscriptions:
-                    if subscription.dirty is not None:
-                        subscription.dirty[subscription] = None
+                    subscription.note_news()
                     self._budget.request(subscription.writer)
 
     def note_preempted(self, preempted: tuple[Preempted, ...]) -> None:
         """Sequences lost their slot."""
         for entry in preempted:
-            self.choices[entry.key].live.preemptions += 1
+            choice = self.choices[entry.key]
+            choice.log.leave_columns()  # its next token may come from another lane
+            choice.live.preemptions += 1
 
     # -------------------------------------------------------------------------------------------- ends
 
@@ -157,6 +191,7 @@ class RequestBook:
 
     def _close(self, choice: Choice, finished: Finished) -> None:
         """Nothing is added to the choice any more."""
+        choice.log.leave_columns()
         del self.choices[choice.key]
         self.with_stop_strings.discard(choice.key)
         # A request that fails in mid-turn was ended by the core behind tokens that nobody is told of any more.
@@ -183,8 +218,7 @@ class RequestBook:
     def _announce(self, live: LiveRequest) -> None:
         """News that must not wait for the budget: a first token, an end."""
         for subscription in live.subscriptions:
-            if subscription.dirty is not None:
-                subscription.dirty[subscription] = None
+            subscription.note_news()
             self._budget.urgent(subscription.writer)
 
     def _count_end(self, live: LiveRequest) -> None:

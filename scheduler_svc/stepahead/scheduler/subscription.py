@@ -58,10 +58,19 @@ class Subscription:
         # Who has outputs has had what came before them.
         self._num_prompt_records = len(live.prompt_logprobs.records) if any(next_token_indexes) else 0
         self._ended = [False] * len(live.choices)
+        for choice in live.choices:
+            choice.log.leave_columns()  # of another reader
         live.subscriptions.append(self)
+
+    def note_news(self) -> None:
+        """There is something to take. The writer must get a turn."""
+        if self.dirty is not None:
+            self.dirty[self] = None
 
     def close(self) -> None:
         """The stream reads no more."""
+        for choice in self.live.choices:
+            choice.log.leave_columns()
         if self in self.live.subscriptions:
             self.live.subscriptions.remove(self)
 
