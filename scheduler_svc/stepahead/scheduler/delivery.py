@@ -1,9 +1,10 @@
 """The front end's budget of messages.
 
-One stream message costs some 30 us of the loop that also commits and plans steps. Unbudgeted, 256 streams at
+One stream message costs some 30 to 60 us of the loop that also commits and plans steps. Unbudgeted, 256 streams at
 5 ms a step raise the device's idle time from 0.3 % to 20 %: the next boundary waits behind 256 ready handlers.
-So a stream that has news waits for its turn: first tokens and ends go at once, the rest in round-robin order at
-a bounded rate, in slices, with the loop free in between. While streams are few nobody waits.
+So a stream that has news waits for its turn: first tokens and ends before all others and whatever the rate, the
+rest in round-robin order at a bounded rate. Turns come in slices, with the loop free in between. While streams are
+few nobody waits.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-SLICE = 16
-"""Streams woken at once."""
+SLICE = 32
+"""Streams woken at once, at most."""
 
-PERIOD_S = 2 * SLICE * 50e-6
-"""From one slice to the next: twice what its messages take, so that the loop is free half of the time. A boundary
-passes through several turns of the loop, and would wait for a slice in each if the next slice were always ready."""
+REST_S = 2 * 50e-6
+"""Per stream woken, until the next slice: twice what a message takes, so that the loop is free half of the time.
+A boundary passes through several turns of the loop, and would wait for a slice in each if the next one were always
+ready."""
 
 
 class StreamWriter(Protocol):
@@ -42,9 +44,14 @@ class MessageBudget:
         # A burst of 50 ms worth of messages: short answers of many streams still leave at once.
         self._burst = max(float(SLICE), self._rate / 20)
         self._available = self._burst
+        self._slice = float(SLICE)
+        """Streams that may be woken now. Timers count milliseconds: a late one makes the next slice larger."""
         self._refilled_at = loop.time()
         self._queue: deque[StreamWriter] = deque()
+        self._urgent: dict[StreamWriter, None] = {}
         self._timer: asyncio.Handle | None = None
+        self._rests = False
+        """Whether the timer is the pause after a slice, which nobody shortens."""
         self.num_messages = 0
 
     def request(self, writer: StreamWriter) -> None:
@@ -56,39 +63,60 @@ class MessageBudget:
     def urgent(self, writer: StreamWriter) -> None:
         """The stream has news that must not wait: a first token, an end."""
         writer.queued = False
-        self._wake(writer)
+        if writer.woken:
+            return
+        self._urgent[writer] = None
+        if self._rests:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        # Not at once: others may follow in this turn of the loop, and a slice is for all of them.
+        self._rests = True
+        self._timer = self._loop.call_soon(self._turn)
 
     def pump(self) -> None:
         """Wakes queued streams as far as the budget reaches; the rest follow on a timer."""
-        if not self._queue or self._timer is not None:
-            return
-        self._turn()
+        if self._queue and self._timer is None:
+            self._turn()
 
     def _turn(self) -> None:
-        self._timer = None
+        self._timer, self._rests = None, False
         now = self._loop.time()
-        self._available = min(self._burst, self._available + (now - self._refilled_at) * self._rate)
-        self._refilled_at = now
-        for _ in range(SLICE):
-            if not self._queue or self._available < 1:
-                break
-            writer = self._queue.popleft()
-            if writer.queued:  # else it was woken urgently meanwhile
-                writer.queued = False
-                self._wake(writer)
-        if not self._queue:
-            return
-        if self._available >= 1:
-            self._timer = self._loop.call_later(min(PERIOD_S, SLICE / self._rate), self._turn)
-        else:
+        elapsed, self._refilled_at = now - self._refilled_at, now
+        self._available = min(self._burst, self._available + elapsed * self._rate)
+        self._slice = min(float(SLICE), self._slice + elapsed / REST_S)
+        num_woken = 0
+        while num_woken < int(self._slice) and (writer := self._next()) is not None:
+            num_woken += self._wake(writer)
+        self._slice -= num_woken
+        if num_woken or self._urgent or (self._queue and self._available >= 1):
+            self._rests = True
+            self._timer = self._loop.call_later(max(1, num_woken) * REST_S, self._turn)
+        elif self._queue:
             # Wait for a handful, so that the timer itself costs little.
             delay = (min(len(self._queue), SLICE // 2) - self._available) / self._rate
             self._timer = self._loop.call_later(delay, self._turn)
 
-    def _wake(self, writer: StreamWriter) -> None:
+    def _next(self) -> StreamWriter | None:
+        """Whose turn it is."""
+        if self._urgent:
+            writer = next(iter(self._urgent))
+            del self._urgent[writer]
+            writer.queued = False
+            return writer
+        while self._queue and self._available >= 1:
+            writer = self._queue.popleft()
+            if writer.queued:  # else it was urgent meanwhile
+                writer.queued = False
+                return writer
+        return None
+
+    def _wake(self, writer: StreamWriter) -> bool:
+        """Gives a stream its turn; False if it has one that it has not taken yet."""
         if writer.woken:
-            return  # everything pending goes into the message it is about to write
+            return False  # everything pending goes into the message it is about to write
         writer.woken = True
         self._available -= 1
         self.num_messages += 1
         writer.wake()
+        return True
