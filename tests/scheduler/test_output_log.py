@@ -129,6 +129,13 @@ class Writer:
         raise AssertionError("not here")
 
 
+def take(subscription: Subscription) -> tuple[list[generation_pb2.GenerationEvent], bool]:
+    """What a message would carry, and whether nothing follows."""
+    response = generation_pb2.GenerateResponse()
+    done = subscription.take(response.events)
+    return list(response.events), done
+
+
 def finish(live: LiveRequest, reason: FinishReason, count: int, **fields: Any) -> None:
     (choice,) = live.choices
     choice.finished = Finished(RequestKey(1), reason, count, **fields)
@@ -140,20 +147,20 @@ def finish(live: LiveRequest, reason: FinishReason, count: int, **fields: Any) -
 async def test_a_late_subscriber_gets_everything_from_the_start() -> None:
     live = await live_request(generation_pb2.GenerateRequest(token_ids={"ids": [1]}))
     early = Subscription(live, Writer())
-    assert early.take() == ([], False), "nothing before admission"
+    assert take(early) == ([], False), "nothing before admission"
     live.times.admitted_ns = 5
     live.choices[0].log.token_ids.append(AB)
-    events, done = early.take()
+    events, done = take(early)
     assert ([event.WhichOneof("kind") for event in events], done) == (["started", "delta"], False)
     assert events[0].started.queue_ns == 4
     live.choices[0].log.token_ids.append(G)
     finish(live, FinishReason.LENGTH, 2)
-    events, done = early.take()
+    events, done = take(early)
     assert ([event.WhichOneof("kind") for event in events], done) == (
         ["delta", "choice_finished", "finished"],
         True,
     )
-    late, done = Subscription(live, Writer()).take()
+    late, done = take(Subscription(live, Writer()))
     assert done
     assert [event.WhichOneof("kind") for event in late] == ["started", "delta", "choice_finished", "finished"]
     assert (list(late[1].delta.token_ids), late[1].delta.text) == ([AB, G], "ABG")
@@ -169,7 +176,7 @@ async def test_text_that_was_not_asked_for_is_not_delivered(stops: list[str]) ->
     live.choices[0].log.token_ids.append(AB)
     live.choices[0].log.decode()
     finish(live, FinishReason.LENGTH, 1)
-    events, _ = Subscription(live, Writer()).take()
+    events, _ = take(Subscription(live, Writer()))
     (delta,) = [event.delta for event in events if event.HasField("delta")]
     assert (list(delta.token_ids), delta.text) == ([AB], "")
 

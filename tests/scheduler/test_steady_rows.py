@@ -38,8 +38,9 @@ class Reader:
 
     def read(self) -> None:
         self.queued = self.woken = False
-        events, _ = self.subscription.take()
-        for event in events:
+        response = generation_pb2.GenerateResponse()
+        self.subscription.take(response.events)
+        for event in response.events:
             self.token_ids += event.delta.token_ids
 
 
@@ -47,8 +48,9 @@ class World:
     """A book with streams and lanes; the test plays core, budget and clients."""
 
     def __init__(self, num_sessions: int = 2) -> None:
-        loop = cast(asyncio.AbstractEventLoop, FakeLoop())
-        self.book = RequestBook(MessageBudget(loop, 10**6), lambda _key, _reason: None)
+        self.loop = FakeLoop()
+        budget = MessageBudget(cast(asyncio.AbstractEventLoop, self.loop), 10**6)
+        self.book = RequestBook(budget, lambda _key, _reason: None)
         front_end = SimpleNamespace(
             engine=SimpleNamespace(book=self.book), release=lambda subscription: subscription.close()
         )
@@ -90,6 +92,7 @@ class World:
         self.num_column_commits += any(
             key in choices and len(choices[key].log._token_ids) == before[key] for key in keys
         )
+        self.loop.advance(1.0)
         writers = [each.writer for key in keys if key in choices for each in choices[key].live.subscriptions]
         assert all(writer.queued or writer.woken for writer in writers), "a stream with news waits for its turn"
         self._leave(ends or [])

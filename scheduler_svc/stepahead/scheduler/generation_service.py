@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import grpc
@@ -15,39 +15,41 @@ from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.guard import Context, guarded
 from stepahead.scheduler.live_request import LiveRequest
 from stepahead.scheduler.multiplex import MultiplexSession
-from stepahead.scheduler.subscription import Subscription
+from stepahead.scheduler.subscription import Events, Subscription
 from stepahead.scheduler.text.errors import TextError
 from stepahead.v1 import generation_pb2, generation_pb2_grpc
 
 MAX_CANCEL_IDS = 1024
 
-Write = Callable[[list[generation_pb2.GenerationEvent]], Awaitable[None]]
+Response = generation_pb2.GenerateResponse | generation_pb2.AttachResponse
 GenerateContext = grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 
 
 class _GenerateStream:
     """The writer of one Generate call: woken by the budget, one message per turn."""
 
-    __slots__ = ("_keepalive_s", "_last_write", "_loop", "_timer", "_turn", "queued", "silent", "woken")
+    __slots__ = ("_keepalive_s", "_last_write", "_loop", "_timer", "_waiter", "queued", "silent", "woken")
 
     def __init__(self, keepalive_s: float) -> None:
         self.queued = False
         self.woken = False
         self.silent = False
         """Whether the stream was woken because it has been silent for too long."""
-        self._turn = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._keepalive_s = keepalive_s
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
         self._timer = self._loop.call_later(keepalive_s, self._tick)
 
     def wake(self) -> None:
-        self._turn.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def turn(self) -> None:
-        """Waits for the next turn."""
-        await self._turn.wait()
-        self._turn.clear()
+        """Waits for the next turn. A bare future: an event costs as much again, per message."""
+        if not self.woken and not self.silent:
+            self._waiter = self._loop.create_future()
+            await self._waiter
         self.woken = False
 
     def note_written(self) -> None:
@@ -60,7 +62,7 @@ class _GenerateStream:
         due_in = self._last_write + self._keepalive_s - self._loop.time()
         if due_in <= 0:
             self.silent = True
-            self._turn.set()
+            self.wake()
             due_in = self._keepalive_s
         self._timer = self._loop.call_later(due_in, self._tick)
 
@@ -85,11 +87,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         remaining = cast("float | None", context.time_remaining())
         caller = caller_of(cast(Context, context))
         live = await self._front_end.accept(request, caller, time_remaining_s=remaining)
-
-        async def write(events: list[generation_pb2.GenerationEvent]) -> None:
-            await context.write(generation_pb2.GenerateResponse(events=events))
-
-        await self._stream(live, cast(Context, context), write, ())
+        await self._stream(live, cast(Context, context), generation_pb2.GenerateResponse, ())
 
     @override
     async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride] - writes instead of yielding
@@ -106,49 +104,50 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         self._front_end.engine.finish_turn()
         live = self._front_end.find(request, caller_of(cast(Context, context)))
-
-        async def write(events: list[generation_pb2.GenerationEvent]) -> None:
-            await context.write(generation_pb2.AttachResponse(events=events))
-
-        await self._stream(live, cast(Context, context), write, request.next_token_indexes)
+        make = generation_pb2.AttachResponse
+        await self._stream(live, cast(Context, context), make, request.next_token_indexes)
 
     async def _stream(
-        self, live: LiveRequest, context: Context, write: Write, next_token_indexes: Sequence[int]
+        self, live: LiveRequest, context: Context, make: Callable[[], Response], next_token_indexes: Sequence[int]
     ) -> None:
         """Streams a request to its end."""
         stream = _GenerateStream(self._front_end.settings.keepalive_s)
         subscription = self._front_end.subscribe(live, stream, next_token_indexes=next_token_indexes)
-        budget = self._front_end.engine.budget
-        budget.request(stream)
-        budget.pump()
+        if live.has_news:
+            self._front_end.engine.budget.request(stream)
+            self._front_end.engine.budget.pump()
         try:
             await context.send_initial_metadata(())
-            await self._pump(subscription, stream, write)
+            await self._pump(subscription, stream, context, make)
         finally:
             # Also the way out when the client is gone: CancelledError at one of the awaits above.
             stream.close()
             self._front_end.release(subscription)
 
-    async def _pump(self, subscription: Subscription, stream: _GenerateStream, write: Write) -> None:
+    async def _pump(
+        self, subscription: Subscription, stream: _GenerateStream, context: Context, make: Callable[[], Response]
+    ) -> None:
         live = subscription.live
+        write = context.write
         done = False
         while not done:
             await stream.turn()
-            events, done = self._take(subscription)
-            if not events and stream.silent:
-                events = [_keepalive(live)]
-            if events:
-                await write(events)
+            response = make()
+            done = self._take(subscription, response.events)
+            if not response.events and stream.silent:
+                response.events.add().keepalive.phase = live.phase
+            if response.events:
+                await write(response)
                 stream.note_written()
         if live.error is not None:
             raise live.error
 
-    def _take(self, subscription: Subscription) -> tuple[list[generation_pb2.GenerationEvent], bool]:
+    def _take(self, subscription: Subscription, events: Events) -> bool:
         try:
-            return subscription.take()
+            return subscription.take(events)
         except TextError as error:
             self._front_end.engine.fail_internally(subscription.live, error)
-            return subscription.take()
+            return subscription.take(events)
 
     @override
     async def Cancel(
@@ -176,7 +175,3 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         session = MultiplexSession(self._front_end, context)
         await guarded(cast(Context, context), session.run())
-
-
-def _keepalive(live: LiveRequest) -> generation_pb2.GenerationEvent:
-    return generation_pb2.GenerationEvent(keepalive=generation_pb2.Keepalive(phase=live.phase))

@@ -102,6 +102,11 @@ class LiveRequest:
         return self.choices[0].key
 
     @property
+    def has_news(self) -> bool:
+        """Whether a new reader has something to read already."""
+        return bool(self.times.admitted_ns) or self.is_over
+
+    @property
     def num_output_tokens(self) -> int:
         """Delivered by all choices."""
         return sum(len(choice.log.token_ids) for choice in self.choices)

@@ -29,6 +29,8 @@ log = structlog.get_logger("multiplex")
 
 MAX_MESSAGE_BYTES = 2**20
 MAX_LIVE = 8192
+MIN_INTERVAL_S = 0.002
+"""From one message to the next: prompts that arrive together, and steps of several workers, share messages."""
 
 MultiplexContext = grpc.aio.ServicerContext[generation_pb2.MultiplexRequest, generation_pb2.MultiplexResponse]
 
@@ -154,8 +156,9 @@ class MultiplexSession:
             live, self, handle=handle, dirty=self._dirty, next_token_indexes=next_token_indexes
         )
         self._subscriptions[handle] = subscription
-        self._dirty[subscription] = None
-        self._turn.set()
+        if live.has_news:
+            subscription.note_news()
+            self._turn.set()
 
     def _cancel(self, cancel: generation_pb2.MultiplexCancel) -> None:
         for handle in cancel.handles:
@@ -192,6 +195,9 @@ class MultiplexSession:
             except TimeoutError:
                 pass
             else:
+                early_s = written_at + MIN_INTERVAL_S - loop.time()
+                if early_s > 0:
+                    await asyncio.sleep(early_s)
                 self._turn.clear()
                 self.woken = False
                 response = self._take()
@@ -241,15 +247,15 @@ class MultiplexSession:
     def _take_events(self, subscription: Subscription, response: generation_pb2.MultiplexResponse) -> int:
         """Adds one request's events; returns their size in bytes."""
         live = subscription.live
+        entry = response.events.add(handle=subscription.handle)
         try:
-            events, done = subscription.take()
+            done = subscription.take(entry.events)
         except TextError as error:
             self._front_end.engine.fail_internally(live, error)
-            events, done = subscription.take()
-        size = 64
-        if events:
-            response.events.append(generation_pb2.RequestEvents(handle=subscription.handle, events=events))
-            size += response.events[-1].ByteSize()
+            done = subscription.take(entry.events)
+        size = 64 + entry.ByteSize()
+        if not entry.events:
+            del response.events[-1]
         if done:
             if live.error is not None:
                 failure = generation_pb2.RequestFailed(handle=subscription.handle, status=live.error.to_status())

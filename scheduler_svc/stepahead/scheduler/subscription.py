@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from stepahead.scheduler.delivery import StreamWriter
 from stepahead.scheduler.live_request import Choice, LiveRequest
 from stepahead.scheduler.logprobs import to_columns
 from stepahead.scheduler.output_log import LogCursor
 from stepahead.v1 import generation_pb2
+
+Events = RepeatedCompositeFieldContainer[generation_pb2.GenerationEvent]
+"""Of the message that is being made: filled in place, as a message made apart would be copied into it."""
 
 
 class Subscription:
@@ -74,60 +79,50 @@ class Subscription:
         if self in self.live.subscriptions:
             self.live.subscriptions.remove(self)
 
-    def take(self) -> tuple[list[generation_pb2.GenerationEvent], bool]:
-        """Everything new as events, and whether these are the last ones.
+    def take(self, events: Events) -> bool:
+        """Adds everything new; returns whether nothing follows.
 
         Raises:
-            DetokenizeError: a token cannot be decoded.
+            DetokenizeError: a token cannot be decoded; nothing was added.
         """
         live = self.live
-        if live.accepted.want_text:
+        accepted = live.accepted
+        if accepted.want_text:
             # Before anything is taken: a text error must not lose what was taken already.
             for choice in live.choices:
                 if choice.finished is None:
                     choice.log.decode()
-        events: list[generation_pb2.GenerationEvent] = []
-        if live.times.admitted_ns and not self.started_sent:
+        if not self.started_sent and live.times.admitted_ns:
             self.started_sent = True
             events.append(live.started_event())
-        if live.is_over or not live.accepted.final_only:
-            events += self._take_prompt_logprobs()
+        if live.is_over or not accepted.final_only:
+            records = live.prompt_logprobs.records
+            if len(records) > self._num_prompt_records:
+                events.extend(live.prompt_logprobs.events(self._num_prompt_records))
+                self._num_prompt_records = len(records)
             for choice in live.choices:
-                events += self._take_choice(choice)
+                if not self._ended[choice.index]:
+                    self._take_choice(choice, events)
         if live.is_over and live.error is None:
             events.append(live.finished_event())
-        return events, live.is_over
+        return live.is_over
 
-    def _take_prompt_logprobs(self) -> Iterator[generation_pb2.GenerationEvent]:
-        log = self.live.prompt_logprobs
-        first, self._num_prompt_records = self._num_prompt_records, len(log.records)
-        return log.events(first)
-
-    def _take_choice(self, choice: Choice) -> Iterator[generation_pb2.GenerationEvent]:
-        if self._ended[choice.index]:
-            return
-        delta = self._delta(choice)
-        if delta is not None:
-            yield generation_pb2.GenerationEvent(delta=delta)
+    def _take_choice(self, choice: Choice, events: Events) -> None:
+        accepted = self.live.accepted
+        fresh = choice.log.read(self.cursors[choice.index])
+        if fresh is not None:
+            token_ids = fresh.token_ids if accepted.want_token_ids else ()
+            text = fresh.text if accepted.want_text else ""  # stop strings make text that nobody asked for
+            if token_ids or text or fresh.logprobs:
+                delta = events.add().delta
+                delta.choice_index = choice.index
+                delta.first_token_index = fresh.first_token_index
+                delta.token_ids.extend(token_ids)
+                delta.text = text
+                if fresh.logprobs:
+                    delta.logprobs.CopyFrom(to_columns(fresh.logprobs))
         if choice.finished is not None:
             self._ended[choice.index] = True
             # A request that was never admitted ends with its status alone: nothing comes before Started.
             if self.started_sent:
-                yield choice.finished_event()
-
-    def _delta(self, choice: Choice) -> generation_pb2.TokenDelta | None:
-        accepted = self.live.accepted
-        fresh = choice.log.read(self.cursors[choice.index])
-        if fresh is None:
-            return None
-        token_ids = fresh.token_ids if accepted.want_token_ids else ()
-        text = fresh.text if accepted.want_text else ""  # stop strings make text that nobody asked for
-        if not token_ids and not text and not fresh.logprobs:
-            return None
-        return generation_pb2.TokenDelta(
-            choice_index=choice.index,
-            first_token_index=fresh.first_token_index,
-            token_ids=token_ids,
-            text=text,
-            logprobs=to_columns(fresh.logprobs) if fresh.logprobs else None,
-        )
+                events.append(choice.finished_event())
