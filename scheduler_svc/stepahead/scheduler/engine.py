@@ -216,8 +216,7 @@ class Engine:
         was_planned = self._plan(link, read_ns=read_ns)
         plan_ns = time.monotonic_ns() - read_ns if was_planned else 0
         self._turn = _Turn(link, boundary, outcome, ended, plan_ns)
-        # The writer's task is woken by now and stands before this in the loop's queue: the plan is on the wire
-        # before anybody's token is looked at.
+        # The plan is on the wire by now; nobody's token has been looked at.
         self._loop.call_soon(self._or_die, self.finish_turn)
 
     def finish_turn(self) -> None:

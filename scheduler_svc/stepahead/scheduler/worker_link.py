@@ -7,7 +7,7 @@ A link makes no scheduling decision. It lives as long as the process:
         `---------------- epoch closed: lane lost <---------+------------------------'
 
 Every plan is kept until its boundary has been committed, so that a resume can send again what the worker has
-not accepted. One task writes to a stream; a second concurrent write would end the call.
+not accepted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from enum import Enum
 
 import grpc
@@ -25,6 +24,7 @@ from stepahead.scheduler.convert import PROTOCOL_MAJOR, PROTOCOL_MINOR, WireErro
 from stepahead.scheduler.core import CommitOutcome, LaneId, StepMismatch
 from stepahead.scheduler.flushes import Flushes
 from stepahead.scheduler.link_owner import LinkOwner, WorkerRefused
+from stepahead.scheduler.outbox import Outbox
 from stepahead.scheduler.sent_steps import SentSteps
 from stepahead.scheduler.settings import Settings
 from stepahead.scheduler.step_stats import StepStats, record_of
@@ -79,8 +79,7 @@ class WorkerLink:
         self._sent = SentSteps()
         self._recorded: dict[int, worker_pb2.StepPlan] = {}  # of boundaries not noted yet (--record-steps)
         self._fresh_starts: set[int] = set()  # steps that started an idle lane: their gap is nobody's fault
-        self._outbox: deque[worker_pb2.RunStepsRequest] = deque()
-        self._outbox_filled = asyncio.Event()
+        self._outbox = Outbox()
         self._session_id = 0
         self._resume_grace_s = 0.0
         self._pong_at = 0.0
@@ -95,20 +94,20 @@ class WorkerLink:
     # -------------------------------------------------------------------------------------------- engine side
 
     def send_plan(self, plan: worker_pb2.StepPlan, *, work_waited: bool) -> None:
-        """Queues a plan for the writer; keeps it until its boundary is committed. Never blocks."""
+        """Writes a plan now, or behind what is being written; keeps it until its boundary is committed."""
         message = worker_pb2.RunStepsRequest(plan=plan)
         self._sent.add_plan(message)
         self.last_step_id = plan.step_id
         if not work_waited:
             self._fresh_starts.add(plan.step_id)
         if self.state is LinkState.OPEN:
-            self._enqueue(message)
+            self._outbox.put(message)
 
     def send_gate(self, gate: worker_pb2.SampleGate) -> None:
         """As `send_plan`, for the masks of a step sent before. Overtakes nothing here; the worker lets it pass."""
         message = worker_pb2.RunStepsRequest(gate=gate)
         if self._sent.add_gate(message) and self.state is LinkState.OPEN:
-            self._enqueue(message)
+            self._outbox.put(message)
 
     def note_boundary(self, boundary: worker_pb2.StepBoundary, outcome: CommitOutcome, plan_ns: int) -> None:
         """Bookkeeping after the engine's turn."""
@@ -134,7 +133,7 @@ class WorkerLink:
             return
         message, flushed = self._flushes.begin()
         if self.state is LinkState.OPEN:
-            self._enqueue(message)
+            self._outbox.put(message)
         await flushed
 
     def retire(self, *, retired: bool) -> None:
@@ -149,11 +148,7 @@ class WorkerLink:
         """Ends the session in an orderly way; `run` returns soon after."""
         self._closing = True
         self._closed.set()
-        self._enqueue(worker_pb2.RunStepsRequest(close=worker_pb2.CloseSession(reason="scheduler stops")))
-
-    def _enqueue(self, message: worker_pb2.RunStepsRequest) -> None:
-        self._outbox.append(message)
-        self._outbox_filled.set()
+        self._outbox.put(worker_pb2.RunStepsRequest(close=worker_pb2.CloseSession(reason="scheduler stops")))
 
     # -------------------------------------------------------------------------------------------- life
 
@@ -251,13 +246,14 @@ class WorkerLink:
         call: Call = stub.RunSteps()
         try:
             self._opened(await open_stream(call, self._open_message(epoch, generation), timeout_s), epoch)
-            tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._ping(call))]
+            self._outbox.attach(call)
+            pings = asyncio.create_task(self._ping(call))
             try:
                 await self._read(call)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                pings.cancel()
+                await self._outbox.detach()
+                await asyncio.gather(pings, return_exceptions=True)
         finally:
             # A dropped call object would go on running on the other side.
             call.cancel()
@@ -294,16 +290,8 @@ class WorkerLink:
         self._outbox.clear()
         again = [*self._sent.again(opened.last_accepted_step_id), *self._flushes.unanswered()]
         for message in again:
-            self._enqueue(message)
+            self._outbox.put(message)
         log.info("session resumed", worker=self.address, epoch=epoch, resent_messages=len(again))
-
-    async def _write(self, call: Call) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                while self._outbox:
-                    await call.write(self._outbox.popleft())
-                self._outbox_filled.clear()
-                await self._outbox_filled.wait()
 
     async def _ping(self, call: Call) -> None:
         """Asks the worker's step loop for a sign of life; ends the call of a worker that says nothing.
@@ -315,7 +303,7 @@ class WorkerLink:
         self._heard_at = time.monotonic()
         while time.monotonic() - self._heard_at < PONG_TIMEOUT_S:
             nonce += 1
-            self._enqueue(worker_pb2.RunStepsRequest(ping=worker_pb2.Ping(nonce=nonce)))
+            self._outbox.put(worker_pb2.RunStepsRequest(ping=worker_pb2.Ping(nonce=nonce)))
             await asyncio.sleep(PING_INTERVAL_S)
         log.warning("worker silent", worker=self.address, seconds=PONG_TIMEOUT_S)
         self._is_silent = True
