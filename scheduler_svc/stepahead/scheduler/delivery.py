@@ -10,16 +10,15 @@ few nobody waits.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
-SLICE = 32
-"""Streams woken at once, at most."""
-
-REST_S = 2 * 50e-6
-"""Per stream woken, until the next slice: twice what a message takes, so that the loop is free half of the time.
-A boundary passes through several turns of the loop, and would wait for a slice in each if the next one were always
-ready."""
+SLICE = 16
+"""Streams woken at once, at most. The loop then rests for as long as their messages took: whatever a message costs
+on this machine under this load, the loop is free half of the time. A boundary passes through several turns of the
+loop, and would wait for a slice in each if the next one were always ready."""
 
 
 class StreamWriter(Protocol):
@@ -38,20 +37,32 @@ class StreamWriter(Protocol):
 class MessageBudget:
     """A token bucket over all streams, refilled at `messages_per_second`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, messages_per_second: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        messages_per_second: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Starts with a full bucket.
+
+        Args:
+            loop: runs the streams.
+            messages_per_second: refills the bucket.
+            clock: seconds; finer than the loop's, which may stand still while callbacks run.
+        """
         self._loop = loop
         self._rate = float(messages_per_second)
         # A burst of 50 ms worth of messages: short answers of many streams still leave at once.
         self._burst = max(float(SLICE), self._rate / 20)
         self._available = self._burst
-        self._slice = float(SLICE)
-        """Streams that may be woken now. Timers count milliseconds: a late one makes the next slice larger."""
         self._refilled_at = loop.time()
         self._queue: deque[StreamWriter] = deque()
         self._urgent: dict[StreamWriter, None] = {}
         self._timer: asyncio.Handle | None = None
         self._rests = False
-        """Whether the timer is the pause after a slice, which nobody shortens."""
+        """Whether the timer is a slice's, or the pause behind it, which nobody shortens."""
+        self._clock = clock
+        self._slice_began = 0.0
         self.num_messages = 0
 
     def request(self, writer: StreamWriter) -> None:
@@ -82,20 +93,26 @@ class MessageBudget:
     def _turn(self) -> None:
         self._timer, self._rests = None, False
         now = self._loop.time()
-        elapsed, self._refilled_at = now - self._refilled_at, now
-        self._available = min(self._burst, self._available + elapsed * self._rate)
-        self._slice = min(float(SLICE), self._slice + elapsed / REST_S)
+        self._available = min(self._burst, self._available + (now - self._refilled_at) * self._rate)
+        self._refilled_at = now
         num_woken = 0
-        while num_woken < int(self._slice) and (writer := self._next()) is not None:
+        while num_woken < SLICE and (writer := self._next()) is not None:
             num_woken += self._wake(writer)
-        self._slice -= num_woken
-        if num_woken or self._urgent or (self._queue and self._available >= 1):
+        if num_woken:
             self._rests = True
-            self._timer = self._loop.call_later(max(1, num_woken) * REST_S, self._turn)
+            self._slice_began = self._clock()
+            self._timer = self._loop.call_soon(self._begin_rest, 1)
         elif self._queue:
             # Wait for a handful, so that the timer itself costs little.
             delay = (min(len(self._queue), SLICE // 2) - self._available) / self._rate
             self._timer = self._loop.call_later(delay, self._turn)
+
+    def _begin_rest(self, num_passes: int) -> None:
+        """The slice's messages are being written; in one more pass of the loop they are."""
+        if num_passes:
+            self._timer = self._loop.call_soon(self._begin_rest, num_passes - 1)
+        else:
+            self._timer = self._loop.call_later(self._clock() - self._slice_began, self._turn)
 
     def _next(self) -> StreamWriter | None:
         """Whose turn it is."""
