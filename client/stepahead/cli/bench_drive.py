@@ -134,15 +134,15 @@ async def _multiplexed(
 def _take(response: generation_pb2.MultiplexResponse, answers: list[Answer]) -> None:
     now_s = time.perf_counter()
     columns = response.tokens
-    counts = columns.token_counts or [1] * len(columns.handles)
-    token_ids = columns.token_ids
+    handles, token_ids = columns.handles[:], columns.token_ids[:]
+    counts = columns.token_counts[:] or [1] * len(handles)
     start = 0
-    for handle, count in zip(columns.handles, counts, strict=True):
+    for handle, count in zip(handles, counts, strict=True):
         answers[handle].take(token_ids[start : start + count], now_s)
         start += count
     for entry in response.events:
         for event in entry.events:
-            answers[entry.handle].take(event.delta.token_ids, now_s)
+            answers[entry.handle].take(event.delta.token_ids[:], now_s)
     if response.failures:
         raise from_status(response.failures[0].status)
 
@@ -175,7 +175,7 @@ async def _read(
         now_s = time.perf_counter()
         answer.num_messages += 1
         for event in response.events:
-            answer.take(event.delta.token_ids, now_s)
+            answer.take(event.delta.token_ids[:], now_s)
         if request.leave_after is not None and len(answer.token_ids) >= request.leave_after:
             call.cancel()
             return

@@ -302,10 +302,10 @@ class AsyncMultiplex:
         return list(updates.values())
 
     def _fold_columns(self, columns: generation_pb2.TokenColumns) -> list[tuple[int, Delta]]:
-        handles, firsts = list(columns.handles), list(columns.first_token_indexes)
+        handles, firsts = columns.handles[:], columns.first_token_indexes[:]
         # No counts means one token per handle: the steady state of decoding.
-        counts: Sequence[int] = list(columns.token_counts) or [1] * len(handles)
-        token_ids = list(columns.token_ids)
+        counts: Sequence[int] = columns.token_counts[:] or [1] * len(handles)
+        token_ids = columns.token_ids[:]
         if not len(handles) == len(firsts) == len(counts) or sum(counts) != len(token_ids):
             raise ProtocolError("the columns of a message have different lengths")
         deltas: list[tuple[int, Delta]] = []
