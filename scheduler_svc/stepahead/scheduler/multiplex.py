@@ -1,4 +1,4 @@
-"""Multiplex: many requests over one stream, one message per completed write, holding whatever is pending.
+"""Multiplex: many requests over one stream, one message per completed write and 2 ms, holding whatever is pending.
 
 Token deltas of requests without text travel as columns, so that a step of 256 rows is one small message and not
 256 objects. The session is one writer for the message budget, however many requests it carries.
