@@ -282,6 +282,7 @@ def test_command(name, lines):
 
 
 def test_reuse_command_takes_digits_only():
-    for prompt in ("10", "-1", ","):
+    wrong = {"10": "must be digits", "-1": "'-1' is no list of token ids", ",": "',' is no list of token ids"}
+    for prompt, reason in wrong.items():
         result = CliRunner().invoke(main, ["lab", "reuse", "--prompt", prompt])
-        assert (result.exit_code, "must be digits" in result.stderr) == (2, True)
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
