@@ -110,6 +110,19 @@ class Ops(Protocol):
         """
         ...
 
+    def add_rms_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds x to the residual in place, rounded to its dtype; returns `rms_norm` of the sum.
+
+        Args:
+            residual: [num_tokens, size].
+            x: as residual.
+            weight: [size], see `rms_norm`.
+            eps: added to the mean square.
+        """
+        ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `reference.elementwise.silu_mul`."""
         ...

@@ -87,6 +87,12 @@ class CpuOps:
             return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def add_rms_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See `Ops.add_rms_norm`."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Ops.silu_mul`."""
         gate, up = gate_up.chunk(2, -1)

@@ -18,7 +18,7 @@ from stepahead.kernels.block_tables import LayerGroups
 from stepahead.kernels.cuda.attention import AttentionOptions, paged_chunk, paged_decode
 from stepahead.kernels.cuda.backend import Backend
 from stepahead.kernels.cuda.cache import change_blocks, write_kv
-from stepahead.kernels.cuda.elementwise import gated_activation, rms_norm, rope
+from stepahead.kernels.cuda.elementwise import add_rms_norm, gated_activation, rms_norm, rope
 from stepahead.kernels.cuda.errors import KernelArgumentError
 from stepahead.kernels.cuda.inputs import gather_rows
 from stepahead.kernels.cuda.step_arrays import PackedArrays, StepArrays, arrange
@@ -123,6 +123,12 @@ class CudaOps:
         out = self._backend.allocate(tuple(x.shape), x.dtype)
         rms_norm(self._backend, x, weight, eps, out)
         return out
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See `Ops.add_rms_norm`."""
+        return add_rms_norm(self._backend, residual, x, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Ops.silu_mul`."""

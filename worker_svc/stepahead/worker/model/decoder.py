@@ -215,21 +215,28 @@ class Decoder:
         """Runs the layers over a step's embeddings; returns as many rows.
 
         Args:
-            x: [num_tokens, hidden_size], rows of `embedding` in the step's token order.
+            x: [num_tokens, hidden_size], rows of `embedding` in the step's token order; used up.
             step: where the tokens go.
         """
         ops, ranks, eps = self._ops, self._ranks, self._config.norm_eps
         if self._config.embedding_scale != 1:
             # Rounded like the embeddings, as transformers does. A tensor without an axis travels as a number.
             x = x * torch.tensor(self._config.embedding_scale, dtype=x.dtype)
-        for index, layer in enumerate(self._weights.layers):
-            qkv = ops.linear(ops.rms_norm(x, layer.attention_norm, eps), layer.qkv)
+        layers = self._weights.layers
+        next_norms = [layer.attention_norm for layer in layers[1:]]
+        normed = ops.rms_norm(x, layers[0].attention_norm, eps)
+        for index, layer in enumerate(layers):
+            qkv = ops.linear(normed, layer.qkv)
             if layer.query_norm is not None and layer.key_norm is not None:
                 self._normalize_heads(qkv, layer.query_norm, layer.key_norm)
             attended = ranks.all_reduce(ops.linear(ops.attend(index, qkv, step), layer.output))
-            x = x + self._normed(attended, layer.post_attention_norm)
-            answer = ranks.all_reduce(self._mlp(ops.rms_norm(x, layer.mlp_norm, eps), layer.mlp))
-            x = x + self._normed(answer, layer.post_mlp_norm)
+            attended = self._normed(attended, layer.post_attention_norm)
+            normed = ops.add_rms_norm(x, attended, layer.mlp_norm, eps)
+            answer = self._normed(ranks.all_reduce(self._mlp(normed, layer.mlp)), layer.post_mlp_norm)
+            if index < len(next_norms):
+                normed = ops.add_rms_norm(x, answer, next_norms[index], eps)
+            else:
+                x.add_(answer)
         return x
 
     def logits(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
