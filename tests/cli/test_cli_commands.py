@@ -16,6 +16,7 @@ from google.rpc import status_pb2
 from stepahead.cli import entry, local_services, main, services
 from stepahead.cli.failures import describe
 from stepahead.cli.generate import generate
+from stepahead.cli.options import ServerAddress
 from stepahead.client.errors import ErrorDetails, FieldViolation, InvalidRequestError
 from stepahead.v1 import generation_pb2
 from tests.client.fake_server import (
@@ -477,3 +478,15 @@ def test_every_command_explains_itself(stepahead):
         assert stepahead(command, "--help").exit_code == 0
     assert "demo" not in listing
     assert stepahead("nothing").exit_code == 2
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:99999", "127.0.0.1:0", ":50051", "host:"])
+def test_an_address_without_a_possible_port_is_refused(stepahead, address):
+    result = stepahead("generate", "hi", "--address", address)
+    assert result.exit_code == 2
+    assert f"Invalid value for '--address': {address!r} is not HOST:PORT" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["[::1]:50051", "unix:/run/stepahead.sock", "dns:///scheduler:50051"])
+def test_an_address_may_be_any_that_grpc_dials(address):
+    assert ServerAddress().convert(address, None, None) == address

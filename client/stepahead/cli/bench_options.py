@@ -15,6 +15,7 @@ from typing_extensions import override
 from stepahead.cli.bench_report import report
 from stepahead.cli.bench_session import Findings, Subject, run_session
 from stepahead.cli.bench_workload import Shape, Workload, parse_shape
+from stepahead.cli.options import ServerAddress
 from stepahead.cli.stack import StackOptions
 
 _Callback = TypeVar("_Callback", bound=Callable[..., object])
@@ -77,7 +78,7 @@ def bench_options(command: _Callback) -> _Callback:
     """Adds them to a command."""
     options: list[Callable[[Any], Any]] = [
         click.option("--model", metavar="DIR|FILE.gguf|HUB_ID|toy:NAME", help="Starts a stack that serves it."),
-        click.option("--server", metavar="HOST:PORT", help="Instead of --model: a scheduler that runs already."),
+        click.option("--server", type=ServerAddress(), help="Instead of --model: a scheduler that runs already."),
         click.option("--client", type=click.Choice(["multiplex", "generate"]), default="multiplex"),
         click.option(
             "--vs", multiple=True, type=PeerCommand(),

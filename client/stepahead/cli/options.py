@@ -28,6 +28,22 @@ _COUNT = click.IntRange(1, _MOST)
 _Callback = TypeVar("_Callback", bound=Callable[..., object])
 
 
+class ServerAddress(click.ParamType[str]):
+    """HOST:PORT of a scheduler; also what gRPC calls a name with a scheme (`unix:PATH`, `dns:///HOST:PORT`)."""
+
+    name = "HOST:PORT"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuses what gRPC would dial all the same: it cuts a port to 16 bits."""
+        text = str(value)
+        host, _, port = text.rpartition(":")
+        has_scheme = text.startswith("unix:") or "://" in text or ":///" in text
+        if not has_scheme and not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+            self.fail(f"{text!r} is not HOST:PORT with a port in 1..65535", param, ctx)
+        return text
+
+
 class TokenIds(click.ParamType[tuple[int, ...]]):
     """Token ids separated by commas."""
 
@@ -177,7 +193,7 @@ class StackArguments(TypedDict):
 def address_option(command: _Callback) -> _Callback:
     """--address: where the scheduler listens."""
     return click.option(
-        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="Where the scheduler listens."
+        "--address", type=ServerAddress(), default=DEFAULT_ADDRESS, help="Where the scheduler listens."
     )(command)
 
 
