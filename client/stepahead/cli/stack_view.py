@@ -76,7 +76,7 @@ class ConsoleView:
         """Says which worker has ended, and that it comes back."""
         self._console.print(
             f"{error.message}: starting it again in {delay_s:g} s "
-            f"(try {restarts.num_in_row} of {restarts.policy.most}); requests wait",
+            f"(try {restarts.num_in_row} of {restarts.policy.most}); accepted requests wait",
             style="bold yellow",
             markup=False,
             highlight=False,

@@ -29,7 +29,7 @@ from stepahead.cli.stack_view import ConsoleView, show_banner
 def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[StackArguments]) -> None:
     """Serve a model: start a scheduler and its workers on this machine.
 
-    A worker that ends by itself is started again, up to 5 times in a row; requests wait for it meanwhile.
+    A worker that ends by itself is started again, up to 5 times in a row; accepted requests wait for it meanwhile.
 
     Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends it at
     once. Exit code 0 after requests have finished in order, 130 (SIGTERM: 143) if it was interrupted before it

@@ -45,7 +45,9 @@ PING_INTERVAL_S = 0.5
 PONG_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.05
-LAST_BACKOFF_S = 5.0
+LAST_BACKOFF_S = 1.0
+"""Between two looks at a worker that loads, restarts or is unreachable."""
+REFUSED_BACKOFF_S = 5.0
 
 
 class LinkState(Enum):
@@ -89,6 +91,7 @@ class WorkerLink:
         self._flushes = Flushes()
         self._refusals = Refusals()
         self._closing = False
+        self._not_ready: tuple[str, str] | None = None  # status and detail, as logged last
         self._closed = asyncio.Event()
 
     # -------------------------------------------------------------------------------------------- engine side
@@ -162,7 +165,7 @@ class WorkerLink:
                 backoff_s = FIRST_BACKOFF_S
             except WorkerRefused as error:
                 self._owner.on_refused(self, str(error))
-                backoff_s = LAST_BACKOFF_S
+                backoff_s = REFUSED_BACKOFF_S
             except grpc.aio.AioRpcError as error:
                 # Loading, restarting, unreachable: back-off belongs to the session, not to the channel.
                 self._log_not_ready(error.code().name, error.details() or "")
@@ -175,6 +178,9 @@ class WorkerLink:
         self.state = LinkState.CLOSED
 
     def _log_not_ready(self, status: str, detail: str) -> None:
+        if (status, detail) == self._not_ready:
+            return  # said already: it is asked every second
+        self._not_ready = status, detail
         level = log.info if status == "UNAVAILABLE" else log.warning
         level("worker not ready", worker=self.address, status=status, detail=detail)
 
@@ -182,6 +188,7 @@ class WorkerLink:
         """From dialling to the end of one epoch."""
         self.state = LinkState.DIALLING
         self.info = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=5.0)
+        self._not_ready = None
         try:
             lane_config_of(self.info)
         except ValueError as error:
