@@ -99,3 +99,18 @@ def connected_pair() -> Iterator[Pair]:
             torch.set_num_threads(num_threads)
             ranks.close()
     assert ranks.other.returncode == 0
+
+
+def logits_of_every_step(driver, prompts, read_logits, *, chunk, num_outputs):
+    """Chunks, decodes of many lengths and late arrivals share steps.
+
+    Returns what `read_logits` makes of the runner after each step, and the outputs of each prompt.
+    """
+    seqs = [driver.admit(prompt) for prompt in prompts]
+    logits = []
+    while pending := [seq for seq in seqs if len(seq.outputs) < num_outputs]:
+        driver.step(
+            [(seq, min(chunk, len(seq.prompt) - seq.num_fed) if not seq.decoding else 1) for seq in pending]
+        )
+        logits.append(read_logits(driver.runner))
+    return logits, [seq.outputs for seq in seqs]

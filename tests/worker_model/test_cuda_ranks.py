@@ -27,6 +27,7 @@ from tests.e2e.byte_model import save_byte_model
 from tests.e2e.stack import serve
 from tests.e2e.test_cuda_worker import WORKER, mixed, serve_on_device
 from tests.kernels.cuda.conftest import compilers  # noqa: F401 - skips where kernels cannot be compiled
+from tests.worker_model import rank_pair
 from tests.worker_model.conftest import VOCAB_SIZE
 from tests.worker_model.driver import Driver
 from tests.worker_model.plan_driver import SHAPE, Asked, PlanDriver
@@ -58,16 +59,10 @@ def seen(tensor):
     return tensor.as_subclass(torch.Tensor).clone()
 
 
-def logits_of_every_step(driver, *, chunk, num_outputs):
-    """Chunks, decodes of many lengths and late arrivals share steps. The logits of each step, and the outputs."""
-    seqs = [driver.admit(prompt) for prompt in PROMPTS]
-    logits = []
-    while pending := [seq for seq in seqs if len(seq.outputs) < num_outputs]:
-        driver.step(
-            [(seq, min(chunk, len(seq.prompt) - seq.num_fed) if not seq.decoding else 1) for seq in pending]
-        )
-        logits.append(seen(driver.runner._fed.logits).numpy())
-    return logits, [seq.outputs for seq in seqs]
+def logits_of_every_step(driver):
+    return rank_pair.logits_of_every_step(
+        driver, PROMPTS, lambda runner: seen(runner._fed.logits).numpy(), chunk=7, num_outputs=6
+    )
 
 
 # Tied and not, shared KV heads, biases, norms of heads, caps of scores and logits, windows, experts.
@@ -75,10 +70,10 @@ def logits_of_every_step(driver, *, chunk, num_outputs):
 def test_two_ranks_compute_the_logits_and_the_tokens_of_one(tiny, pair, variant):
     path, sizes, backend = tiny(variant).path, {"num_blocks": 200}, OpaqueBackend()
     single = Driver(alone(path), **sizes)
-    expected, expected_tokens = logits_of_every_step(single, chunk=7, num_outputs=6)
+    expected, expected_tokens = logits_of_every_step(single)
     with pair.device(path, backend=backend) as runner:
         driver = Driver(runner, **sizes)
-        ours, tokens = logits_of_every_step(driver, chunk=7, num_outputs=6)
+        ours, tokens = logits_of_every_step(driver)
     assert tokens == expected_tokens
     for one, two in zip(expected, ours, strict=True):
         assert two.shape == one.shape

@@ -11,6 +11,7 @@ import pytest
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.registry import make_runner
 from stepahead.worker.ranks.start_up import complete_together
+from tests.worker_model import rank_pair
 from tests.worker_model.conftest import MIXTURES, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 from tests.worker_model.gguf_files import TYPES, write_gguf
@@ -43,15 +44,9 @@ def alone(spec, *, dtype="float32", **options):
 
 
 def logits_of_every_step(driver, *, chunk, num_outputs):
-    """Chunks, decodes of many lengths and late arrivals share steps. The logits of each step, and the outputs."""
-    seqs = [driver.admit(prompt) for prompt in PROMPTS]
-    logits = []
-    while pending := [seq for seq in seqs if len(seq.outputs) < num_outputs]:
-        driver.step(
-            [(seq, min(chunk, len(seq.prompt) - seq.num_fed) if not seq.decoding else 1) for seq in pending]
-        )
-        logits.append(driver.runner._logits.logits.copy())
-    return logits, [seq.outputs for seq in seqs]
+    return rank_pair.logits_of_every_step(
+        driver, PROMPTS, lambda runner: runner._logits.logits.copy(), chunk=chunk, num_outputs=num_outputs
+    )
 
 
 # Shared and single KV heads, tied and not, biases, norms of heads and behind halves, caps, fused weights, experts.

@@ -24,6 +24,7 @@ static const uint32_t LAG = 8;
 static const int PHASE_SHIFT = 44, HIGH_SHIFT = 22;
 static const uint64_t LOW_MASK = (uint64_t(1) << HIGH_SHIFT) - 1;
 static const uint64_t OPEN = 1;
+static_assert(Pool::MAX_UNITS == 1 << HIGH_SHIFT, "a lane's words hold the units of a phase");
 
 static uint64_t pack(uint32_t phase, uint64_t high, uint64_t low) {
   return uint64_t(phase) << PHASE_SHIFT | high << HIGH_SHIFT | low;
