@@ -120,7 +120,7 @@ def measure(engine: NativeEngine, config: ModelConfig, loads: list[Load], rounds
     profile = Table("ms", *(phase.name.lower() for phase in Phase))
     for load in loads:
         flops = load.flops(config)
-        moved = engine.weight_bytes + load.num_rows * load.context * engine.kv_bytes_per_token
+        moved = engine.stored_bytes + load.num_rows * load.context * engine.kv_bytes_per_token
         roof = max(flops / multiply, moved / read)
         median = statistics.median(seconds[load])
         table.add_row(

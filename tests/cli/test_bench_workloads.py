@@ -74,8 +74,10 @@ def test_the_roof_is_the_slower_of_reading_and_multiplying():
 
 def test_a_model_without_weights_has_no_roof():
     assert work_of(Ready({"weight_bytes": 0, "dtype": "int64"})) is None
-    work = work_of(Ready({"weight_bytes": 200, "dtype": "bfloat16", "kv_bytes_per_token": 3}))
-    assert work == ModelWork(200, 3, 200.0)
+    work = work_of(
+        Ready({"weight_bytes": 200, "stored_weight_bytes": 150, "dtype": "bfloat16", "kv_bytes_per_token": 3})
+    )
+    assert work == ModelWork(150, 3, 200.0)
 
 
 WORKLOAD = Workload("w", (WorkItem(0.0, (1,) * 10, 3), WorkItem(0.0, (2,) * 10, 2)))

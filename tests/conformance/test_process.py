@@ -102,6 +102,7 @@ async def test_start_up_is_announced_and_sigterm_ends_it_with_zero() -> None:
             "num_concurrent": 6.67,
             "block_size": 8,
             "weight_bytes": 10,
+            "stored_weight_bytes": 10,
             "kv_bytes_per_token": 8,
             "kv_cache_bytes": 20 * 8 * 8,
             "max_num_seqs": 2,

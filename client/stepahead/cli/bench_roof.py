@@ -30,7 +30,7 @@ class ModelWork:
     """What a decode step cannot do without."""
 
     weight_bytes: int
-    """Each step reads all of them, whatever its width."""
+    """As they are stored, maybe in less than their dtype has; each step reads all of them, whatever its width."""
     kv_bytes_per_token: int
     flops_per_token: float
     """A multiplication and an addition per weight."""
@@ -42,7 +42,7 @@ def work_of(worker: Ready) -> ModelWork | None:
     if not weight_bytes:
         return None
     num_weights = weight_bytes / _BYTES_OF[worker.text("dtype")]
-    return ModelWork(weight_bytes, worker.number("kv_bytes_per_token"), 2 * num_weights)
+    return ModelWork(worker.number("stored_weight_bytes"), worker.number("kv_bytes_per_token"), 2 * num_weights)
 
 
 def decode_roof_s(work: ModelWork, speed: MachineSpeed, num_rows: int, mean_context: float) -> float:

@@ -69,6 +69,9 @@ class Announcer:
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
             weight_bytes=facts.weight_bytes,
+            stored_weight_bytes=facts.weight_bytes
+            if facts.stored_weight_bytes is None
+            else facts.stored_weight_bytes,
             kv_bytes_per_token=facts.kv_bytes_per_token,
             kv_cache_bytes=sum(cache_bytes(shape, facts)),
             kv_groups=describe_groups(shape),

@@ -226,6 +226,7 @@ class ModelFacts:
     bos_token_id: int | None
     dtype: str
     weight_bytes: int
+    """Of all parameters in `dtype`."""
     kv_bytes_per_token: int
     """Of all layers together; every layer takes the same."""
     device: str
@@ -235,6 +236,8 @@ class ModelFacts:
     """Zip archive (tokenizer.json, chat_template.jinja, bundle.json) or empty."""
     layer_windows: tuple[int, ...] = ()
     """[num_layers], positions a query of the layer sees, 0: all; empty: every layer sees all."""
+    stored_weight_bytes: int | None = None
+    """As they lie in memory; None: `weight_bytes`."""
 
 
 class Runner(Protocol):

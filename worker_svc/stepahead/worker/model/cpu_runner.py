@@ -89,6 +89,7 @@ class CpuRunner(HostRunner):
                 ),
                 available_bytes=None if self._leader is None else self._leader.available_bytes,
                 layer_windows=tuple(layer.window or 0 for layer in config.layers),
+                stored_weight_bytes=engine.stored_bytes,
             )
         _log.info(
             "model_loaded",
@@ -97,6 +98,7 @@ class CpuRunner(HostRunner):
             kernels=engine.name,
             threads=self._threads,
             bytes=facts.weight_bytes,
+            stored_bytes=engine.stored_bytes,
         )
         return facts
 

@@ -180,6 +180,7 @@ class NativeEngine:
         self._logits = np.zeros((0, shape.vocab_size), np.float32)
         padded_head = -(-config.head_dim // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
         self.weight_bytes = reader.num_parameters * dtype.itemsize
+        self.stored_bytes = self.step.stored_bytes
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * padded_head * dtype.itemsize
 
     @property

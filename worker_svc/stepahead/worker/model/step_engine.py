@@ -39,6 +39,11 @@ class StepEngine(Protocol):
         ...
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of the matrices as they lie in memory, which a step reads."""
+        ...
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes a token takes in the cache, all layers, padding of heads included."""
         ...

@@ -55,7 +55,7 @@ class TorchEngine:
             loader = WeightLoader(config, source, self.ops, progress, ranks.size)
             self._decoder = Decoder(config, loader.load(), self.ops, ranks)
         self._num_layers = config.num_layers
-        self.weight_bytes = loader.weight_bytes
+        self.weight_bytes = self.stored_bytes = loader.weight_bytes
         self.kv_bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     @property

@@ -31,7 +31,7 @@ class Leader:
     def __init__(self, shard: _Shard, group: RankGroup, reports: tuple[RankReport, ...]) -> None:
         self._shard_memory = shard
         self._group = group
-        self.weight_bytes = sum(report.weight_bytes for report in reports)
+        self.weight_bytes = self.stored_bytes = sum(report.weight_bytes for report in reports)
         self.kv_bytes_per_token = group.size * shard.kv_bytes_per_token
 
     def allocate(self, shape: CacheShape) -> None:

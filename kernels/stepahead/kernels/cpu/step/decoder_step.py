@@ -70,6 +70,7 @@ class DecoderStep:
         num_threads: int,
         *,
         pin_threads: bool = False,
+        coded_weights: bool = True,
     ) -> None:
         """Makes room for the weights and starts the threads.
 
@@ -81,6 +82,8 @@ class DecoderStep:
             pin_threads: ties each to a core of its own, where there are as many. Beside a busy neighbour a pinned
                 thread waits out the neighbour's time slice, a free one moves (8 rows: 44 against 31 ms).
                 Free ones that come to share a core move apart by themselves.
+            coded_weights: stores bfloat16 matrices in 12 bits per weight where the instruction set can decode them;
+                nothing is lost, every result has the same bits.
 
         Raises:
             BuildUnavailable: the library cannot be built or opened here.
@@ -104,6 +107,7 @@ class DecoderStep:
         dims = library_dims(shape)
         dims.isa, dims.bf16_weights = int(isa), _DTYPES[dtype]
         dims.num_threads, dims.pin_threads = num_threads, int(pin_threads)
+        dims.coded_weights = int(coded_weights)
         handle: int | None = self._library.step_create(ctypes.byref(dims))
         if not handle:
             raise MemoryError(f"the weights of {shape} or {num_threads} threads do not fit")
@@ -350,6 +354,12 @@ class DecoderStep:
         """
         self._check_open()
         return int(self._library.step_probe(self._handle, int(kind), amount))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that all matrices take in memory, coded or not."""
+        self._check_open()
+        return int(self._library.step_stored_bytes(self._handle))
 
     @property
     def _allocated(self) -> StepCache:

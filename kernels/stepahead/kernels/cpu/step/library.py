@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 
 class InstructionSet(IntEnum):
@@ -100,6 +100,7 @@ class Dims(ctypes.Structure):
         ("tied_head", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
         ("pin_threads", ctypes.c_int32),
+        ("coded_weights", ctypes.c_int32),
         ("num_ropes", ctypes.c_int32),
         ("post_norms", ctypes.c_int32),
         ("gelu", ctypes.c_int32),
@@ -176,6 +177,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_voi
     "step_has_isa": (ctypes.c_int32, [ctypes.c_int32]),
     "step_create": (_HANDLE, [ctypes.POINTER(Dims)]),
     "step_destroy": (None, [_HANDLE]),
+    "step_stored_bytes": (ctypes.c_int64, [_HANDLE]),
     "step_set": (ctypes.c_int32, [_HANDLE, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p]),
     "step_allocate": (ctypes.c_int64, [_HANDLE, ctypes.POINTER(CacheDims)]),
     "step_cache_memory": (ctypes.c_void_p, [_HANDLE, ctypes.c_int32]),

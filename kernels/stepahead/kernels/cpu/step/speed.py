@@ -41,7 +41,7 @@ def probe_step(weight_bytes: int, num_threads: int) -> DecoderStep:
         rope=RopeConfig(head_dim=64, theta=1e4),
         tied_head=True,
     )
-    step = DecoderStep(shape, torch.bfloat16, instruction_sets()[0], num_threads)
+    step = DecoderStep(shape, torch.bfloat16, instruction_sets()[0], num_threads, coded_weights=False)
     linears = ("QUERY", "KEY", "VALUE", "OUTPUT", "GATE", "UP", "DOWN", "HEAD")
     for kind in (TensorKind[name] for name in linears):
         step.set_tensor(kind, 0, torch.full(tensor_shape(shape, kind, 0), 0.5, dtype=torch.bfloat16))

@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 6
+#define STEP_ABI_VERSION 7
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -71,6 +71,7 @@ struct Dims {
   int32_t isa, bf16_weights;
   int32_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size;
   int32_t tied_head, num_threads, pin_threads;
+  int32_t coded_weights;  // bfloat16 weights may be stored in 12 bits, without loss
   int32_t num_ropes;
   int32_t post_norms;  // attention's and the MLP's results are normed before they join the residual
   int32_t gelu;        // the MLP's activation: 0 silu, 1 gelu in its tanh form

@@ -102,12 +102,17 @@ static bool allocate_activations(Model& m) {
   m.inner = allocate(m, tokens * (inner > all_experts ? inner : all_experts) * bytes);
   if (m.dims.num_experts && !allocate_routing(m)) return false;
   m.scratch = allocate(m, m.scratch_bytes * m.dims.num_threads);
+  int64_t inputs = m.padded_hidden > columns ? m.padded_hidden : columns;
+  inputs = inputs > m.padded_inner ? inputs : m.padded_inner;
+  inputs = inputs > m.padded_expert ? inputs : m.padded_expert;
+  m.panel_room_bytes = round_up(inputs * m.panel_columns * m.kernels->weight_bytes, 4096);
+  m.panel_room = m.kernels->coded ? allocate(m, m.panel_room_bytes * m.dims.num_threads) : m.scratch;
   m.tasks = reinterpret_cast<AttentionTask*>(allocate(m, m.max_tasks * sizeof(AttentionTask)));
   m.draw_bytes = round_up(m.dims.vocab_size, DRAW_TILE) * DRAW_BYTES_PER_ID;
   m.draw_scratch = allocate(m, m.draw_bytes * m.dims.num_threads);
   m.best_logits = reinterpret_cast<float*>(allocate(m, tokens * m.dims.num_threads * sizeof(float)));
   m.best_ids = reinterpret_cast<int64_t*>(allocate(m, tokens * m.dims.num_threads * sizeof(int64_t)));
-  return m.residual && m.qkv && m.normed && m.queries && m.attended && m.inner && m.scratch && m.tasks &&
+  return m.residual && m.qkv && m.normed && m.queries && m.attended && m.inner && m.scratch && m.panel_room && m.tasks &&
          m.draw_scratch && m.best_logits && m.best_ids && (m.branch || !m.dims.post_norms);
 }
 
@@ -210,6 +215,9 @@ STEP_EXPORT void* step_create(const Dims* dims) {
 }
 
 STEP_EXPORT void step_destroy(void* handle) { free_model(static_cast<Model*>(handle)); }
+
+// Bytes of all matrices as they are stored: what a step of one row reads of them.
+STEP_EXPORT int64_t step_stored_bytes(void* handle) { return static_cast<Model*>(handle)->stored_bytes; }
 
 STEP_EXPORT int step_set(void* handle, int32_t kind, int32_t layer, int32_t expert, const void* source) {
   return set_tensor(*static_cast<Model*>(handle), static_cast<TensorKind>(kind), layer, expert, source);

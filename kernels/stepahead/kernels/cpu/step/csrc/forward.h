@@ -20,7 +20,8 @@ class Step {
         batch(batch),
         num_tokens(batch.num_tokens),
         ahead(model, batch, thread),
-        thread{*model.pool, thread, cycles_of(model, thread), &ahead},
+        room{model.panel_room + thread * model.panel_room_bytes, nullptr},
+        thread{*model.pool, thread, cycles_of(model, thread), &ahead, &room},
         scratch(model.scratch + thread * model.scratch_bytes) {}
 
   void run() {
@@ -44,6 +45,7 @@ class Step {
   const step::Batch& batch;
   int64_t num_tokens;  // that have a row among the activations: all, and in the end those whose logits are wanted
   CacheAhead ahead;
+  PanelRoom room;
   const Thread thread;
   char* const scratch;
 
@@ -275,8 +277,8 @@ void forward(step::Model& model, const step::Batch& batch, int thread) {
 
 template <class P>
 constexpr step::Kernels kernels_of() {
-  return {P::WIDTH,   P::GROUP, sizeof(typename P::Weight), sizeof(typename P::Activation),
-          forward<P>, draw<P>,  probe<P>};
+  return {P::WIDTH, P::GROUP,   sizeof(typename P::Weight), sizeof(typename P::Activation),
+          P::CODED, forward<P>, draw<P>,                    probe<P>};
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "cache_ahead.h"
 #include "model.h"
 #include "tile.h"
+#include "tile_coded.h"
 
 namespace {
 
@@ -13,11 +14,21 @@ static constexpr int UNIT_ROWS = 96;
 // more rows take longer per byte, and the fetches must bridge what the multiplications leave idle.
 STEP_INLINE constexpr int prefetch_bytes(int rows) { return rows <= 3 ? 3072 : 8192; }
 
+// The same over a coded panel, whose bytes take longer each.
+STEP_INLINE constexpr int coded_prefetch_bytes(int rows) { return rows == 1 ? 3072 : 8192; }
+
+// A thread's memory for one decoded panel, and which panel that is.
+struct PanelRoom {
+  char* memory;
+  const char* panel;
+};
+
 struct Thread {
   step::Pool& pool;
   int index;
   uint64_t* cycles;  // [NUM_PHASES] of this thread, or null: nobody asks
   CacheAhead* ahead;
+  PanelRoom* room;
 };
 
 // A phase: waits for the one before, then calls work() if there is any.
@@ -90,48 +101,87 @@ STEP_INLINE void multiply_beside(CacheAhead& ahead, const Run<P>& panel, int64_t
   multiply_rows<P, 2>(rows)(runs, num_runs, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
 }
 
-// Multiplies a block of rows by a panel into `sums`, and fetches weights of the panel after it. A few rows are done in
-// one pass, as fast as memory gives: fetch a little ahead. More rows are done in several passes and memory would idle
-// in all but the first: fetch the next panel by halves in the first two, and keys and values in the others.
-template <class P>
-STEP_INLINE void multiply_block(CacheAhead& ahead, const Run<P>& panel, int64_t stride, int rows, int64_t pass,
-                                int64_t num_passes, bool last_rows, float* sums) {
-  constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP;
-  constexpr int64_t step_bytes = b_step * sizeof(*panel.b0);
-  Run<P> run = panel;
-  const char* weights = reinterpret_cast<const char*>(run.b0);
-  if (num_passes == 1) {
-    run.ahead[0] = weights + prefetch_bytes(rows);
-    run.ahead[1] = run.ahead[0] + step_bytes / 2;
-    multiply_rows<P, 2>(rows)(&run, 1, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
-  } else if (last_rows && pass < 2) {
-    run.ahead[0] = weights + run.steps * (2 + pass) * step_bytes / 2;
-    multiply_rows<P, 1>(rows)(&run, 1, stride, b_step, step_bytes / 2, sums, 2 * P::WIDTH);
-  } else if (!ahead.empty()) {
-    multiply_beside<P>(ahead, panel, stride, rows, sums);
-  } else {
-    multiply_rows<P, 0>(rows)(&run, 1, stride, b_step, 0, sums, 2 * P::WIDTH);
-  }
-}
-
 // A panel, and the rows it is multiplied by.
 struct PanelUnit {
   int64_t panel, begin, end;
   bool last_rows;  // no other unit follows on this panel
 };
 
+// A pass of a unit: a block of its rows by the whole panel.
+struct Pass {
+  int64_t index, count;
+  int rows;
+  bool fetches_next;  // a half of the panel that follows
+};
+
+// The half of the next panel that a pass fetches.
+STEP_INLINE const char* half_of_next(const step::Linear& matrix, const char* panel, const Pass& pass) {
+  return panel + matrix.panel_bytes * (2 + pass.index) / 2;
+}
+
+// Multiplies a block of rows by a plain panel at `weights` into `sums`, and fetches weights of the panel behind it,
+// which is `panel` in the matrix. A few rows are done in one pass, as fast as memory gives: fetch a little ahead. More
+// rows are done in several passes and memory would idle in all but the first: fetch the next panel by halves in the
+// first two, and keys and values in the others.
+template <class P>
+STEP_INLINE void multiply_block(CacheAhead& ahead, const step::Linear& matrix, const char* panel, Run<P> run,
+                                int64_t stride, const Pass& pass, float* sums) {
+  constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP;
+  constexpr int64_t step_bytes = b_step * sizeof(*run.b0);
+  if (pass.count == 1) {
+    run.ahead[0] = reinterpret_cast<const char*>(run.b0) + prefetch_bytes(pass.rows);
+    run.ahead[1] = run.ahead[0] + step_bytes / 2;
+    multiply_rows<P, 2>(pass.rows)(&run, 1, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
+  } else if (pass.fetches_next) {
+    run.ahead[0] = half_of_next(matrix, panel, pass);
+    const int64_t per_step = matrix.panel_bytes / 2 / run.steps;
+    multiply_rows<P, 1>(pass.rows)(&run, 1, stride, b_step, per_step, sums, 2 * P::WIDTH);
+  } else if (!ahead.empty()) {
+    multiply_beside<P>(ahead, run, stride, pass.rows, sums);
+  } else {
+    multiply_rows<P, 0>(pass.rows)(&run, 1, stride, b_step, 0, sums, 2 * P::WIDTH);
+  }
+}
+
+// The first pass of a unit over a coded panel. If others follow, it leaves the plain panel to them.
+template <class P>
+STEP_INLINE void multiply_coded_block(PanelRoom& room, const step::Linear& matrix, const char* panel,
+                                      const typename P::Activation* input, int64_t stride, const Pass& pass,
+                                      float* sums) {
+  auto* plain = reinterpret_cast<typename P::Weight*>(room.memory);
+  if (pass.count == 1) {
+    room.panel = nullptr;
+    multiply_coded_rows<P, 3, false>(pass.rows)(panel, matrix.num_inputs, input, stride,
+                                                {panel + coded_prefetch_bytes(pass.rows), 64}, plain, sums);
+    return;
+  }
+  room.panel = panel;
+  const int64_t per_line = matrix.panel_bytes / (matrix.num_inputs / P::GROUP) / 2;
+  const FetchAhead ahead = {pass.fetches_next ? half_of_next(matrix, panel, pass) : panel, per_line};
+  multiply_coded_rows<P, 2, true>(pass.rows)(panel, matrix.num_inputs, input, stride, ahead, plain, sums);
+}
+
 // sums[row - begin] = a row by the panel, two vectors.
 template <class P>
-STEP_INLINE void multiply_unit(CacheAhead& ahead, const step::Linear& matrix, const typename P::Activation* input,
-                               int64_t stride, const PanelUnit& unit, float* sums) {
-  const auto* weights = reinterpret_cast<const typename P::Weight*>(matrix.weights + unit.panel * matrix.panel_bytes);
+STEP_INLINE void multiply_unit(const Thread& thread, const step::Linear& matrix,
+                               const typename P::Activation* input, int64_t stride, const PanelUnit& unit,
+                               float* sums) {
+  const char* panel = matrix.weights + unit.panel * matrix.panel_bytes;
   const int64_t count = unit.end - unit.begin, passes = (count + P::ROWS - 1) / P::ROWS;
-  for (int64_t pass = 0; pass < passes; pass++) {
-    const int64_t first = count * pass / passes, next = count * (pass + 1) / passes;
-    const Run<P> run = {input + (unit.begin + first) * stride, weights, weights + P::WIDTH * P::GROUP,
-                        matrix.num_inputs / P::GROUP, {}};
-    multiply_block<P>(ahead, run, stride, static_cast<int>(next - first), pass, passes, unit.last_rows,
-                      sums + first * 2 * P::WIDTH);
+  const bool coded = P::CODED && matrix.coded;
+  for (int64_t index = 0; index < passes; index++) {
+    const int64_t first = count * index / passes, next = count * (index + 1) / passes;
+    const Pass pass = {index, passes, static_cast<int>(next - first), unit.last_rows && index < 2};
+    const auto* left = input + (unit.begin + first) * stride;
+    float* out = sums + first * 2 * P::WIDTH;
+    if constexpr (P::CODED)
+      if (coded && (passes == 1 || thread.room->panel != panel)) {
+        multiply_coded_block<P>(*thread.room, matrix, panel, left, stride, pass, out);
+        continue;
+      }
+    const auto* weights = reinterpret_cast<const typename P::Weight*>(coded ? thread.room->memory : panel);
+    const Run<P> run = {left, weights, weights + P::WIDTH * P::GROUP, matrix.num_inputs / P::GROUP, {}};
+    multiply_block<P>(*thread.ahead, matrix, panel, run, stride, pass, out);
   }
 }
 
@@ -163,7 +213,7 @@ void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
   };
   share_open(
       thread, phase, matrix.num_panels * row_units,
-      [&](int64_t unit) { multiply_unit<P>(*thread.ahead, matrix, input, stride, unit_of(unit), sums); },
+      [&](int64_t unit) { multiply_unit<P>(thread, matrix, input, stride, unit_of(unit), sums); },
       [&](int64_t unit) { finish_unit<P>(matrix, unit_of(unit), sums, finish); });
 }
 

@@ -96,7 +96,7 @@ void expert_linear(const Thread& thread, step::Phase phase, const step::Model& m
     const PanelUnit rows = {inside / row_units, first + num_rows * part / row_units,
                             first + num_rows * (part + 1) / row_units, part == row_units - 1};
     alignas(64) float sums[UNIT_ROWS * 2 * P::WIDTH];
-    multiply_unit<P>(*thread.ahead, matrix, input, stride, rows, sums);
+    multiply_unit<P>(thread, matrix, input, stride, rows, sums);
     finish_unit<P>(matrix, rows, sums, finish);
   });
 }

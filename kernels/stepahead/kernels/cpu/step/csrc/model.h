@@ -6,7 +6,8 @@
 //
 //     [num_panels][num_inputs / group][2 * vector_width][group]
 //
-// so a panel is one forward run through memory. Inputs and outputs are padded with zeros.
+// so a panel is one forward run through memory. Inputs and outputs are padded with zeros. Weights in bfloat16 can be
+// coded in three quarters of that (coded.h).
 //
 // KV cache, per layer, block and KV head, in tiles of 16 tokens (a block of another size is padded to whole tiles):
 //
@@ -42,6 +43,7 @@ struct Kernels {
   int group;             // inputs per column and multiplication step
   int weight_bytes;      // per weight and per KV element
   int activation_bytes;  // per input of a matrix
+  bool coded;            // multiplies by coded panels, too
   void (*forward)(Model& model, const Batch& batch, int thread);
   void (*draw)(const Model& model, const Draws& draws, int64_t index, int thread);
   void (*probe)(const Model& model, Probe kind, int64_t amount, int thread);
@@ -53,6 +55,7 @@ const Kernels* avx512_kernels(bool bf16);
 struct Linear {
   int64_t num_inputs, num_panels, panel_bytes;
   char* weights;
+  bool coded;   // the panels are as in coded.h
   float* bias;  // [num_panels * 2 * vector_width] or null
 };
 
@@ -107,7 +110,10 @@ struct Model {
   Layer* layers;
   Linear head;
   char* weights;  // all packed matrices
-  size_t weight_bytes;
+  size_t weight_bytes;  // of them, as placed
+  int64_t stored_bytes;  // of all matrices, wherever they lie now
+  char* panel_room;      // [num_threads][panel_room_bytes], a decoded panel each
+  int64_t panel_room_bytes;
   float* final_norm;
   char* embedding;  // [vocab_size][hidden_size], or null: rows are read from the packed head
 

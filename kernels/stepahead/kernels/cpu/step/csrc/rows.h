@@ -2,6 +2,7 @@
 #pragma once
 #include <cstring>
 
+#include "coded.h"
 #include "model.h"
 #include "tile.h"
 
@@ -17,10 +18,15 @@ void embed_row(const step::Model& m, int64_t token_id, float* x) {
     for (int64_t i = 0; i < hidden; i++) x[i] = P::weight(row[i]) * m.dims.embedding_scale;
   } else {  // tied: the row is a column of the head, and a second copy of the largest matrix is saved
     const int64_t panel = token_id / m.panel_columns, column = token_id % m.panel_columns;
-    const auto* weights = reinterpret_cast<const Weight*>(m.head.weights + panel * m.head.panel_bytes);
+    const char* packed = m.head.weights + panel * m.head.panel_bytes;
     for (int64_t i = 0; i < hidden; i++) {
-      const int64_t group = i / P::GROUP;
-      const Weight element = weights[(group * m.panel_columns + column) * P::GROUP + i % P::GROUP];
+      const int64_t position = (i / P::GROUP * m.panel_columns + column) * P::GROUP + i % P::GROUP;
+      Weight element;
+      if constexpr (P::CODED)
+        element = m.head.coded ? step::coded_weight(packed, m.head.num_inputs, position)
+                               : reinterpret_cast<const Weight*>(packed)[position];
+      else
+        element = reinterpret_cast<const Weight*>(packed)[position];
       x[i] = P::weight(element) * m.dims.embedding_scale;
     }
   }

@@ -8,6 +8,7 @@
 namespace {
 
 struct Avx2 {
+  static constexpr bool CODED = false;
   using F = __m256;
   static constexpr int WIDTH = 8;
   static constexpr int ROWS = 6;  // 6 x 2 accumulators, 2 weights and a broadcast fill 15 of 16 registers

@@ -54,6 +54,27 @@ struct Avx512Bf16Path : Avx512 {
   using Left = __m512i;
   using Right = __m512i;
   static constexpr int GROUP = 2;
+  static constexpr bool CODED = true;
+
+  // The high bytes that the codes of a panel's two vectors stand for.
+  struct HighBytes {
+    __m512i of[2];
+  };
+  static HighBytes high_bytes(const uint8_t (*table)[16]) {
+    return {{_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table[0]))),
+             _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table[1])))}};
+  }
+  // The weights of one vector of a pair of steps (coded.h).
+  template <int VECTOR>
+  static void decode(const char* pair, const HighBytes& high_bytes, Right& first, Right& second) {
+    const __m512i low = _mm512_loadu_si512(pair + 64 * VECTOR), both = _mm512_loadu_si512(pair + 128);
+    const __m512i half = _mm512_set1_epi8(15);
+    const __m512i codes = _mm512_and_si512(VECTOR ? _mm512_srli_epi16(both, 4) : both, half);
+    const __m512i high = _mm512_shuffle_epi8(high_bytes.of[VECTOR], codes);
+    first = _mm512_unpacklo_epi8(low, high);
+    second = _mm512_unpackhi_epi8(low, high);
+  }
+  static void store_weights(Weight* p, Right weights) { _mm512_storeu_si512(p, weights); }
 
   static Left spread(const Activation* p) {
     int32_t pair;
@@ -75,6 +96,7 @@ struct Avx512Bf16Path : Avx512 {
 };
 
 struct Avx512FloatPath : Avx512 {
+  static constexpr bool CODED = false;
   using Weight = float;
   using Activation = float;
   using Left = __m512;

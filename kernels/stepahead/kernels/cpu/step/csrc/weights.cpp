@@ -1,18 +1,27 @@
-// Room for all weights in one region, in the order of use, and packing (the layout is in model.h).
+// Room for all weights in one region, in the order of use, and where each tensor goes.
 #include <new>
 
+#include "coded.h"
 #include "model.h"
+#include "pack.h"
 
 namespace step {
 
+static bool is_coded(const Model& m) { return m.kernels->coded && m.dims.coded_weights; }
+
+static int64_t panel_bytes(const Model& m, int64_t inputs) {
+  return is_coded(m) ? coded_panel_bytes(inputs) : inputs * m.panel_columns * m.kernels->weight_bytes;
+}
+
 static int64_t linear_bytes(const Model& m, int64_t inputs, int64_t outputs) {
-  return round_up(inputs * outputs * m.kernels->weight_bytes, 64);
+  return outputs / m.panel_columns * panel_bytes(m, inputs);
 }
 
 static void place_linear(Model& m, Linear& matrix, int64_t inputs, int64_t outputs, char*& at) {
   matrix.num_inputs = inputs;
   matrix.num_panels = outputs / m.panel_columns;
-  matrix.panel_bytes = inputs * m.panel_columns * m.kernels->weight_bytes;
+  matrix.panel_bytes = panel_bytes(m, inputs);
+  matrix.coded = is_coded(m);
   matrix.weights = at;
   matrix.bias = nullptr;
   at += linear_bytes(m, inputs, outputs);
@@ -32,6 +41,7 @@ bool make_weights(Model& m) {
   const int64_t vocab = round_up(d.vocab_size, 32);
   m.weight_bytes = linear_bytes(m, hidden, vocab);
   for (int layer = 0; layer < d.num_layers; layer++) m.weight_bytes += layer_bytes(m, d.layers[layer].mixture);
+  m.stored_bytes = m.weight_bytes;
   char* at = m.weights = allocate(m, m.weight_bytes + 4096);
   m.layers = new (std::nothrow) Layer[d.num_layers]();
   if (!at || !m.layers) return false;
@@ -119,44 +129,23 @@ static Placement placement_of(Model& m, TensorKind kind, Layer& l, int expert) {
   }
 }
 
-struct PackJob {
-  Model* model;
-  Placement placement;
-  const void* source;
-};
-
-static constexpr int64_t PACK_ROWS = 64;
-
-template <class Weight>
-static void pack_rows(const PackJob& job, int64_t begin, int64_t end) {
-  const Model& m = *job.model;
-  const Placement& p = job.placement;
-  const int64_t group = m.kernels->group, columns = m.panel_columns, head_dim = m.dims.head_dim;
-  for (int64_t output = begin; output < end; output++) {
-    const Weight* row = static_cast<const Weight*>(job.source) + output * p.num_inputs;
-    const int64_t column = column_of(m, p, output);
-    char* panel = p.matrix->weights + column / columns * p.matrix->panel_bytes;
-    Weight* out = reinterpret_cast<Weight*>(panel) + column % columns * group;
-    for (int64_t k = 0; k < p.num_inputs; k++) {
-      const int64_t input = p.inputs_are_heads ? k / head_dim * m.padded_head + k % head_dim : k;
-      out[input / group * columns * group + input % group] = row[k];
-    }
-  }
+// Which output goes to which column; -1: none of this tensor's.
+static int32_t* outputs_by_column(const Model& m, const Placement& p) {
+  const int64_t num_columns = p.matrix->num_panels * m.panel_columns;
+  int32_t* outputs = new (std::nothrow) int32_t[num_columns];
+  if (!outputs) return nullptr;
+  for (int64_t column = 0; column < num_columns; column++) outputs[column] = -1;
+  for (int64_t output = 0; output < p.num_outputs; output++)
+    outputs[column_of(m, p, output)] = static_cast<int32_t>(output);
+  return outputs;
 }
 
-static void pack_job(void* argument, int thread) {
-  const PackJob& job = *static_cast<PackJob*>(argument);
-  Pool& pool = *job.model->pool;
-  const int64_t num_outputs = job.placement.num_outputs;
-  pool.next_phase(thread, (num_outputs + PACK_ROWS - 1) / PACK_ROWS);
-  for (int64_t unit = pool.take(thread, false); unit >= 0; unit = pool.take(thread, false)) {
-    const int64_t begin = unit * PACK_ROWS, end = begin + PACK_ROWS < num_outputs ? begin + PACK_ROWS : num_outputs;
-    if (job.model->kernels->weight_bytes == 2)
-      pack_rows<uint16_t>(job, begin, end);
-    else
-      pack_rows<float>(job, begin, end);
-    pool.complete(thread);
-  }
+static int set_matrix(Model& m, const Placement& p, const void* source) {
+  int32_t* outputs = outputs_by_column(m, p);
+  if (!outputs) return ERROR_MEMORY;
+  const int result = pack(m, *p.matrix, source, p.num_inputs, p.inputs_are_heads, outputs);
+  delete[] outputs;
+  return result;
 }
 
 static int set_bias(Model& m, const Placement& p, const float* source) {
@@ -200,10 +189,8 @@ int set_tensor(Model& m, TensorKind kind, int layer, int expert, const void* sou
     default:
       break;
   }
-  PackJob job = {&m, placement_of(m, kind, l, expert), source};
-  if (kind >= QUERY_BIAS) return set_bias(m, job.placement, vector);
-  m.pool->run(pack_job, &job);
-  return 0;
+  const Placement placement = placement_of(m, kind, l, expert);
+  return kind >= QUERY_BIAS ? set_bias(m, placement, vector) : set_matrix(m, placement, source);
 }
 
 }  // namespace step
