@@ -298,6 +298,38 @@ class LaunchingRunner(Runner, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """When a forward ran, on the monotonic clock in nanoseconds."""
+
+    started_ns: int
+    ended_ns: int
+    with_sampling: bool
+    """Whether the step had been sampled by then, too."""
+
+
+@runtime_checkable
+class PlansAhead(Protocol):
+    """A runner that begins a step by itself when the step before has ended, if it was told of it in time."""
+
+    def announce(self, batch: StepBatch, *, gated: bool) -> None:
+        """`forward(batch)` is submitted next. On the host thread, whatever the device thread does meanwhile.
+
+        Args:
+            batch: the very object that `forward` will get.
+            gated: whether its sampling waits for masks.
+        """
+        ...
+
+    def break_off(self) -> None:
+        """`reset` is submitted next: what is announced later must not begin before it. On the host thread."""
+        ...
+
+    def last_times(self) -> DeviceTimes | None:
+        """Of the newest forward; None: it ran while it was called. On the device thread."""
+        ...
+
+
 @runtime_checkable
 class PlaysDevice(Protocol):
     """A runner whose steps only play a device that works by itself: see `CpuStream.put_off_ends`."""

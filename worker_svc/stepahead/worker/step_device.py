@@ -11,11 +11,13 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from stepahead.worker.runner import PlansAhead
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stepahead.worker.device_stream import Stream
-    from stepahead.worker.runner import Runner, StepBatch
+    from stepahead.worker.runner import DeviceTimes, Runner, StepBatch
     from stepahead.worker.step import Step
 
 
@@ -33,6 +35,8 @@ class StepDevice:
         self, runner: Runner, stream: Stream, *, hold_events: bool = False, single_step: bool = False
     ) -> None:
         self._runner = runner
+        # A step whose end is held back must not be followed by another one meanwhile.
+        self._planner = runner if isinstance(runner, PlansAhead) and not (hold_events or single_step) else None
         self._stream = stream
         self._hold_events = hold_events
         self._single_step = single_step
@@ -66,16 +70,19 @@ class StepDevice:
             batch: its arrays.
             on_forward_end: called on the device thread when the forward has ended.
         """
-        self._launched.append(step)
         step.launched_ns = time.monotonic_ns()
+        self._launched.append(step)
+        if self._planner is not None:
+            self._planner.announce(batch, gated=on_forward_end is not None)
 
         def forward() -> None:
-            now = time.monotonic_ns()
-            step.started_ns = now
-            step.gap_ns = now - self._last_end_ns if self._last_end_ns else 0
             self._running = step
+            step.started_ns = time.monotonic_ns()
             self._runner.forward(batch)
             step.forward_ended_ns = time.monotonic_ns()
+            if (times := self._own_times()) is not None:
+                step.started_ns, step.forward_ended_ns = times.started_ns, times.ended_ns
+            step.gap_ns = step.started_ns - self._last_end_ns if self._last_end_ns else 0
             if on_forward_end is not None:
                 on_forward_end()
 
@@ -97,7 +104,12 @@ class StepDevice:
             # Copied: the runner may reuse its buffers for the next step, which starts at once.
             step.samples = replace(samples, token_ids=samples.token_ids.copy(), status=samples.status.copy())
             self._hold(step)
-            self._end(step, time.monotonic_ns(), work_follows=True)
+            times = self._own_times()
+            if times is not None and times.with_sampling:
+                step.sample_started_ns = times.ended_ns
+                self._end(step, times.ended_ns, work_follows=True)
+            else:
+                self._end(step, time.monotonic_ns(), work_follows=True)
 
         self._stream.submit(sample, on_end)
 
@@ -108,6 +120,8 @@ class StepDevice:
             self._forget(worker_epoch)
             self._runner.reset()
 
+        if self._planner is not None:
+            self._planner.break_off()
         self._stream.submit(forget)
 
     def _hold(self, step: Step) -> None:
@@ -121,11 +135,15 @@ class StepDevice:
         self._running = None
         self._last_end_ns = 0
 
+    def _own_times(self) -> DeviceTimes | None:
+        return None if self._planner is None else self._planner.last_times()
+
     def _end(self, step: Step, at_ns: int, *, work_follows: bool) -> None:
-        """The device has reached the step's end; `work_follows`: what was launched behind it is on the device."""
+        """The device has reached the step's end; `work_follows`: what was launched by then is on the device."""
         launched = self._launched
         launched.popleft()
-        step.queued_steps = len(launched)
-        step.running_step_id = launched[0].step_id if launched and work_follows else 0
+        queued = [later.step_id for later in tuple(launched) if later.launched_ns <= at_ns]
+        step.queued_steps = len(queued)
+        step.running_step_id = queued[0] if queued and work_follows else 0
         self._running = None
         self._last_end_ns = step.ended_ns = at_ns

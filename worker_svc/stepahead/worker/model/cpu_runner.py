@@ -21,20 +21,30 @@ from typing_extensions import override
 from stepahead.kernels.cpu.logprobs import row_logprobs
 from stepahead.kernels.cpu.ops import has_fast_bfloat16
 from stepahead.kernels.cpu.step.decoder_step import MAX_THREADS
+from stepahead.kernels.cpu.step.step_chain import PlannedStep
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.cells import ResolvedStep
+from stepahead.worker.model.chained_steps import ChainedSteps, greedy_samples, times_of
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.facts import fingerprint, model_facts
 from stepahead.worker.model.host_runner import HostRunner
 from stepahead.worker.model.native_engine import NativeEngine, declined, native_instruction_set
-from stepahead.worker.model.sampler import describe_samples, sample_logits
+from stepahead.worker.model.sampler import LargestLogits, describe_samples, sample_logits
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.model.torch_engine import TorchEngine
 from stepahead.worker.ranks.communicator import ALONE, Communicator
-from stepahead.worker.runner import CacheShape, ModelFacts, ProgressCallback, SamplingColumns, StepSamples
+from stepahead.worker.runner import (
+    CacheShape,
+    DeviceTimes,
+    ModelFacts,
+    ProgressCallback,
+    SamplingColumns,
+    StepBatch,
+    StepSamples,
+)
 
 if TYPE_CHECKING:
     from stepahead.worker.ranks.leader_engine import LeaderEngine
@@ -71,6 +81,8 @@ class CpuRunner(HostRunner):
         self._place = place
         self._leader: LeaderEngine | None = None
         self._loaded: tuple[ModelConfig, StepEngine] | None = None
+        self._chain: ChainedSteps | None = None
+        self._planned: PlannedStep | None = None  # the newest forward, if it was announced and had no hole
         self._logits = StepLogits(_NO_LOGITS)
         # Of prompts that ask, from `_feed` to `_describe_prompt`; `StepEngine.forward` says how much that may be.
         self._prompt_logits = _NO_LOGITS
@@ -151,6 +163,41 @@ class CpuRunner(HostRunner):
     @override
     def _change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         self._model[1].change_blocks(copies, zeroed)
+
+    @override
+    def allocate(self, shape: CacheShape) -> None:
+        super().allocate(shape)
+        self._chain = self._model[1].chain(self._cells)
+
+    def announce(self, batch: StepBatch, *, gated: bool) -> None:
+        """See `PlansAhead.announce`."""
+        if self._chain is not None:
+            self._chain.announce(batch, gated=gated)
+
+    def break_off(self) -> None:
+        """See `PlansAhead.break_off`."""
+        if self._chain is not None:
+            self._chain.break_off()
+
+    def last_times(self) -> DeviceTimes | None:
+        """See `PlansAhead.last_times`."""
+        return None if self._planned is None else times_of(self._planned)
+
+    @override
+    def forward(self, batch: StepBatch) -> None:
+        self._planned = planned = None if self._chain is None else self._chain.run(batch)
+        if planned is None:
+            super().forward(batch)
+        elif not planned.greedy:
+            outputs = planned.outputs
+            self._logits = StepLogits(outputs.logits, LargestLogits(outputs.best_ids, outputs.best_logits))
+            self._take_rows(batch.sample_rows)
+
+    @override
+    def sample(self, batch: StepBatch) -> StepSamples:
+        if self._planned is not None and self._planned.greedy:
+            return greedy_samples(self._planned)
+        return super().sample(batch)
 
     @override
     def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:

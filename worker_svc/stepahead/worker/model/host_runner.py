@@ -115,6 +115,12 @@ class HostRunner(ABC):
         else:
             self._feed(step, choice_rows, _NO_TOKENS)
 
+    def _take_rows(self, sample_rows: NDArray[np.int32]) -> None:
+        """What `sample` needs to know of a step without holes that a subclass fed by itself."""
+        self._hole_rows = frozenset()
+        self._choice_of_row = {row: choice for choice, row in enumerate(sample_rows.tolist())}
+        self._prompt_logprobs = None
+
     def sample(self, batch: StepBatch) -> StepSamples:
         """See `Runner.sample`."""
         rows = batch.sample_rows.tolist()

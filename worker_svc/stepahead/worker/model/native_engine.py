@@ -13,9 +13,12 @@ from stepahead.kernels.cpu.step.build import BuildUnavailable
 from stepahead.kernels.cpu.step.decoder_step import DecoderStep
 from stepahead.kernels.cpu.step.draw_columns import DrawColumns
 from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
+from stepahead.kernels.cpu.step.step_chain import Cells
 from stepahead.kernels.cpu.step.step_shape import MixtureShape, StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.errors import ModelError
+from stepahead.worker.model.cells import SlotCells
+from stepahead.worker.model.chained_steps import ChainedSteps
 from stepahead.worker.model.config import ModelConfig, layer_norms
 from stepahead.worker.model.memory import refused_without_memory, weight_bytes_of, weight_remedy
 from stepahead.worker.model.sampler import DrawRows, LargestLogits
@@ -225,6 +228,10 @@ class NativeEngine:
                 "--kv-cache-bytes (the cache)"
             ) from error
         self._logits = np.zeros((shape.max_num_seqs, self._vocab_size), np.float32)
+
+    def chain(self, cells: SlotCells) -> ChainedSteps:
+        """See `StepEngine.chain`."""
+        return ChainedSteps(self.step.chain(Cells(cells.token_ids, cells.positions)), self._logits)
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """See `StepEngine.change_blocks`."""

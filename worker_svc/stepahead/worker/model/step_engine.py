@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from stepahead.kernels.ops import StepLayout
 from stepahead.worker.model.sampler import DrawRows, LargestLogits
 from stepahead.worker.runner import CacheShape
+
+if TYPE_CHECKING:
+    from stepahead.worker.model.cells import SlotCells
+    from stepahead.worker.model.chained_steps import ChainedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,10 @@ class StepEngine(Protocol):
     @property
     def draw_rows(self) -> DrawRows | None:
         """Draws many rows at once, if the engine can."""
+        ...
+
+    def chain(self, cells: SlotCells) -> ChainedSteps | None:
+        """Runs steps announced ahead, after `allocate`; None: this engine has no such thing."""
         ...
 
     def allocate(self, shape: CacheShape) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.ops import StepLayout
+from stepahead.worker.model.cells import SlotCells
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
 from stepahead.worker.model.memory import (
@@ -68,6 +69,9 @@ class TorchEngine:
         needed_bytes = cache_bytes_of(shape, self.kv_bytes_per_token, self._num_layers)
         with torch.inference_mode(), refused_without_memory("the KV cache", needed_bytes, CACHE_REMEDY):
             self.ops.allocate_cache(shape.num_blocks, shape.block_size, shape.max_model_len, shape.layer_groups)
+
+    def chain(self, cells: SlotCells) -> None:
+        """See `StepEngine.chain`: it has none."""
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """See `StepEngine.change_blocks`."""

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepahead.kernels.ops import StepLayout
+from stepahead.worker.model.cells import SlotCells
 from stepahead.worker.model.sampler import DrawRows
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.ranks.leader import Leader
@@ -28,6 +29,9 @@ class LeaderEngine(Leader):
     def draw_rows(self) -> DrawRows | None:
         """See `StepEngine.draw_rows`; logits are whole on rank 0."""
         return self._shard.draw_rows
+
+    def chain(self, cells: SlotCells) -> None:
+        """See `StepEngine.chain`: all ranks are told each step."""
 
     def change_blocks(self, copies: tuple[tuple[int, int], ...], zeroed: tuple[int, ...]) -> None:
         """See `StepEngine.change_blocks`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 
 from stepahead.kernels.cpu.step.draw_columns import DrawColumns, checked_columns
 from stepahead.kernels.cpu.step.library import (
-    Batch,
     CacheDims,
     Draws,
     InstructionSet,
@@ -24,14 +22,9 @@ from stepahead.kernels.cpu.step.library import (
     TensorKind,
     step_library,
 )
-from stepahead.kernels.cpu.step.step_cache import (
-    StepCache,
-    check_entries,
-    check_range,
-    check_shapes,
-    step_arrays,
-    step_cache,
-)
+from stepahead.kernels.cpu.step.step_cache import StepCache, check_range, step_cache
+from stepahead.kernels.cpu.step.step_chain import Cells, StepChain
+from stepahead.kernels.cpu.step.step_inputs import StepOutputs, step_inputs
 from stepahead.kernels.cpu.step.step_shape import StepShape, check_shape, library_dims, tensor_shape
 from stepahead.kernels.reference.rope import rope_tables
 
@@ -45,15 +38,6 @@ MAX_THREADS = 256
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
 _OF_EXPERTS = (TensorKind.GATE, TensorKind.UP, TensorKind.DOWN)
 _NOT_OF_MIXTURES = (TensorKind.GATE_BIAS, TensorKind.UP_BIAS, TensorKind.DOWN_BIAS)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """What a step leaves for sampling, a row per token that was asked for."""
-
-    logits: NDArray[np.float32]  # [num_logits, vocab_size]
-    best_ids: NDArray[np.int64]  # [num_logits], the lowest id of the largest logit
-    best_logits: NDArray[np.float32]  # [num_logits], NaN where any logit is NaN
 
 
 class DecoderStep:
@@ -268,39 +252,20 @@ class DecoderStep:
             ValueError: an array has another shape than the layout says, or an entry is out of range; nothing was
                 written then.
         """
-        cache = self._allocated
-        inputs = step_arrays(token_ids, layout, logit_tokens)
-        check_shapes(inputs, cache)
-        num_logits = len(logit_tokens)
+        cache, vocab_size = self._allocated, self._shape.vocab_size
         if logits is None:
-            logits = np.empty((num_logits, self._shape.vocab_size), np.float32)
-        elif (
-            logits.shape != (num_logits, self._shape.vocab_size)
-            or logits.dtype != np.float32
-            or not logits.flags.c_contiguous
-        ):
-            raise ValueError(f"logits must be float32 [{num_logits}, {self._shape.vocab_size}], contiguous")
-        outputs = StepOutputs(
-            logits=logits,
-            best_ids=np.empty(num_logits, np.int64),
-            best_logits=np.empty(num_logits, np.float32),
-        )
-        batch = Batch(
-            num_rows=len(inputs["seq_lens"]),
-            num_tokens=len(token_ids),
-            table_width=inputs["block_tables"].shape[2],
-            num_logits=num_logits,
-            logits=outputs.logits.ctypes.data,
-            best_ids=outputs.best_ids.ctypes.data,
-            best_logits=outputs.best_logits.ctypes.data,
-            **{name: array.ctypes.data for name, array in inputs.items()},
-        )
-        # The compiled check takes microseconds where the other, which says what is wrong, takes 200: 2 % of a step.
-        if not self._library.step_check(self._handle, ctypes.byref(batch)):
-            check_entries(inputs, self._shape.vocab_size, cache)
-            raise AssertionError("the compiled check refuses a step that the other one accepts")
-        self._library.step_forward(self._handle, ctypes.byref(batch))
-        return outputs
+            logits = np.empty((len(logit_tokens), vocab_size), np.float32)
+        inputs = step_inputs(self._handle, cache, token_ids, layout, logit_tokens, logits, vocab_size=vocab_size)
+        self._library.step_forward(self._handle, ctypes.byref(inputs.batch))
+        return inputs.outputs
+
+    def chain(self, cells: Cells) -> StepChain:
+        """Returns what runs steps that follow each other by themselves; `forward` and `draw` may come between them.
+
+        Raises:
+            ValueError: an array is not int64 or not contiguous.
+        """
+        return StepChain(self, self._handle, self._allocated, self._shape.vocab_size, cells)
 
     def draw(self, logits: NDArray[np.float32], draws: DrawColumns) -> NDArray[np.int64]:
         """Draws tokens on the step's threads: `reference.sampling`, steps 7a to 7e.

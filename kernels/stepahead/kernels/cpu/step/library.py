@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 
 class InstructionSet(IntEnum):
@@ -154,6 +154,36 @@ class Batch(ctypes.Structure):
     ]
 
 
+class ChainedStep(ctypes.Structure):
+    """`ChainedStep` of abi.h."""
+
+    _fields_: ClassVar = [
+        ("batch", Batch),
+        ("cell_tokens", ctypes.c_void_p),
+        ("cell_positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("sample_rows", ctypes.c_void_p),
+        ("emptied_slots", ctypes.c_void_p),
+        ("num_emptied", ctypes.c_int32),
+        ("greedy", ctypes.c_int32),
+        ("state", ctypes.c_uint32),
+        ("ordinal", ctypes.c_int64),
+        ("started_ns", ctypes.c_int64),
+        ("ended_ns", ctypes.c_int64),
+        ("follower", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
+    ]
+
+
+class StepState(IntEnum):
+    """`StepState` of abi.h."""
+
+    WAITS = 0
+    RUNS = 1
+    DONE = 2
+    DROPPED = 3
+
+
 class Draws(ctypes.Structure):
     """`Draws` of abi.h."""
 
@@ -172,7 +202,8 @@ class Draws(ctypes.Structure):
 
 
 _HANDLE = ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_void_p] | None, list[type]]] = {
+_RESULT = type[ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_void_p]
+_SIGNATURES: dict[str, tuple[_RESULT | None, list[type]]] = {
     "step_abi_version": (ctypes.c_int32, []),
     "step_has_isa": (ctypes.c_int32, [ctypes.c_int32]),
     "step_create": (_HANDLE, [ctypes.POINTER(Dims)]),
@@ -188,7 +219,11 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int32 | ctypes.c_int64 | ctypes.c_voi
     "step_draw": (None, [_HANDLE, ctypes.POINTER(Draws)]),
     "step_profile": (None, [_HANDLE, ctypes.c_void_p]),
     "step_probe": (ctypes.c_int64, [_HANDLE, ctypes.c_int32, ctypes.c_int64]),
-    "step_check": (ctypes.c_int32, [_HANDLE, ctypes.POINTER(Batch)]),
+    "step_check": (ctypes.c_int32, [_HANDLE, ctypes.POINTER(Batch), ctypes.c_int32]),
+    "step_start": (ctypes.c_int32, [_HANDLE, ctypes.POINTER(ChainedStep)]),
+    "step_follow": (ctypes.c_int32, [_HANDLE, ctypes.POINTER(ChainedStep), ctypes.POINTER(ChainedStep)]),
+    "step_wait": (ctypes.c_uint32, [ctypes.POINTER(ChainedStep)]),
+    "step_passed": (ctypes.c_int64, [_HANDLE]),
     "step_forward": (None, [_HANDLE, ctypes.POINTER(Batch)]),
 }
 

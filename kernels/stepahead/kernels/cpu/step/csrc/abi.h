@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 7
+#define STEP_ABI_VERSION 8
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -103,9 +103,36 @@ struct Batch {
   const int32_t* seq_lens;         // [num_rows]
   const int32_t* block_tables;     // [num_groups][num_rows][table_width]
   const int64_t* logit_tokens;     // [num_logits], indexes of tokens
-  float* logits;                   // [num_logits][vocab_size]
+  float* logits;                   // [num_logits][vocab_size], or null: nobody reads them
   int64_t* best_ids;               // [num_logits], the lowest id of the largest logit
   float* best_logits;              // [num_logits], NaN where any logit is NaN
+};
+
+static constexpr int64_t LAST_SAMPLE = -1;  // a token id: what the row's slot sampled last
+static constexpr int64_t NO_POSITION = -1;  // of an empty cell
+
+enum StepState : uint32_t {
+  STEP_WAITS = 0,  // for the step before it, or to be started
+  STEP_RUNS,
+  STEP_DONE,
+  STEP_DROPPED,  // it cannot run as it is: a cell it feeds from holds nothing for it
+};
+
+// A step that may begin as soon as the one before it has ended, without its caller: see chain.h. Kept in place by the
+// caller until `step_passed` reaches its ordinal.
+struct ChainedStep {
+  Batch batch;  // token_ids are written; logits may be null where `greedy`
+  int64_t *cell_tokens, *cell_positions;  // [num_slots], what each slot sampled last and where it is fed
+  const int32_t* slots;                   // [num_rows]
+  const int32_t* sample_rows;             // [num_logits], the row of each logit token
+  const int32_t* emptied_slots;           // [num_emptied], their cells are emptied first
+  int32_t num_emptied;
+  int32_t greedy;  // every row takes its largest logit: cells are written by the step itself
+  // Of the library:
+  uint32_t state;  // StepState
+  int64_t ordinal;               // among all steps that ran, from 1; 0: it has not begun
+  int64_t started_ns, ended_ns;  // CLOCK_MONOTONIC
+  ChainedStep *follower, *next;  // attached; and begun, once this one has ended
 };
 
 // Rows to draw a token of, each by its own parameters: `reference.sampling`, steps 7a to 7e.

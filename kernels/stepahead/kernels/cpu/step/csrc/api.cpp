@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <new>
 
+#include "chain.h"
 #include "model.h"
 
 namespace step {
@@ -35,6 +36,7 @@ char* allocate(Model& model, size_t num_bytes) {
 
 static void free_model(Model* model) {
   delete model->pool;
+  delete_chain(model->chain);
   for (int layer = 0; model->layers && layer < model->dims.num_layers; layer++) delete[] model->layers[layer].experts;
   delete[] model->layers;
   for (Region* region = model->regions; region;) {
@@ -116,19 +118,6 @@ static bool allocate_activations(Model& m) {
          m.draw_scratch && m.best_logits && m.best_ids && (m.branch || !m.dims.post_norms);
 }
 
-static void make_tasks(Model& m, const Batch& batch) {
-  m.num_tasks = 0;
-  for (int32_t row = 0; row < batch.num_rows; row++) {
-    const int64_t queries = (batch.query_start_loc[row + 1] - batch.query_start_loc[row]) * m.group_heads;
-    for (int32_t kv_head = 0; kv_head < m.dims.num_kv_heads; kv_head++)
-      for (int64_t first = 0; first < queries; first += TASK_QUERIES) {
-        const int64_t rest = queries - first;
-        const int32_t count = static_cast<int32_t>(rest < TASK_QUERIES ? rest : TASK_QUERIES);
-        m.tasks[m.num_tasks++] = {row, kv_head, static_cast<int32_t>(first), count};
-      }
-  }
-}
-
 // Positions consecutive and last, and every block of the tables that attention reads: from the window of the first
 // position on.
 static bool is_row_sound(const Model& m, const Batch& batch, int32_t row) {
@@ -146,16 +135,6 @@ static bool is_row_sound(const Model& m, const Batch& batch, int32_t row) {
       if (table[column] < 0 || table[column] >= m.cache.num_blocks[group]) return false;
   }
   return true;
-}
-
-struct ForwardJob {
-  Model* model;
-  const Batch* batch;
-};
-
-static void forward_job(void* argument, int thread) {
-  const ForwardJob& job = *static_cast<ForwardJob*>(argument);
-  job.model->kernels->forward(*job.model, *job.batch, thread);
 }
 
 struct DrawJob {
@@ -207,7 +186,8 @@ STEP_EXPORT void* step_create(const Dims* dims) {
   model->kernels = dims->isa == ISA_AVX2 ? avx2_kernels(dims->bf16_weights) : avx512_kernels(dims->bf16_weights);
   derive_sizes(*model);
   model->pool = make_pool(*dims);
-  const bool made = model->pool && make_weights(*model);
+  model->chain = model->pool ? make_chain(dims->num_threads) : nullptr;
+  const bool made = model->chain && make_weights(*model);
   model->dims.layers = nullptr;  // the caller's
   if (made) return model;
   free_model(model);
@@ -281,15 +261,15 @@ STEP_EXPORT int step_change_blocks(void* handle, const int64_t* copies, int64_t 
 }
 
 // Whether the step reads and writes nothing else, its arrays being as long as they should be. What is wrong the caller
-// finds out, who rarely needs to know.
-STEP_EXPORT int32_t step_check(void* handle, const Batch* batch) {
+// finds out, who rarely needs to know. With `cells` tokens may be LAST_SAMPLE.
+STEP_EXPORT int32_t step_check(void* handle, const Batch* batch, int32_t cells) {
   const Model& m = *static_cast<Model*>(handle);
   const int64_t num_tokens = batch->num_tokens;
   bool ok = num_tokens > 0 && num_tokens <= m.cache.max_tokens && batch->num_logits <= m.cache.max_tokens;
   ok = ok && batch->query_start_loc[0] == 0 && batch->query_start_loc[batch->num_rows] == num_tokens;
   for (int32_t row = 0; ok && row < batch->num_rows; row++) ok = is_row_sound(m, *batch, row);
   for (int64_t t = 0; ok && t < num_tokens; t++)
-    ok = batch->token_ids[t] >= 0 && batch->token_ids[t] < m.dims.vocab_size;
+    ok = batch->token_ids[t] >= (cells ? LAST_SAMPLE : 0) && batch->token_ids[t] < m.dims.vocab_size;
   for (int32_t group = 0; ok && group < m.cache.num_groups; group++) {
     const int64_t num_slots = m.cache.num_blocks[group] * m.cache.block_size;
     const int64_t* slots = batch->slot_mapping + group * num_tokens;
@@ -302,10 +282,27 @@ STEP_EXPORT int32_t step_check(void* handle, const Batch* batch) {
 
 STEP_EXPORT void step_forward(void* handle, const Batch* batch) {
   Model& m = *static_cast<Model*>(handle);
-  make_tasks(m, *batch);
-  ForwardJob job = {&m, batch};
-  m.pool->run(forward_job, &job);
+  ChainedStep alone = {};
+  alone.batch = *batch;
+  start_chain(m, alone);
+  m.pool->join();
 }
+
+// Starts a step that follows on nothing. 0: a cell it feeds from holds nothing for it, and it was not started.
+STEP_EXPORT int32_t step_start(void* handle, ChainedStep* first) {
+  return start_chain(*static_cast<Model*>(handle), *first);
+}
+
+// Has `next` begin when `before` ends. 0: too late, or `before` is not greedy. From any thread.
+STEP_EXPORT int32_t step_follow(void* handle, ChainedStep* before, ChainedStep* next) {
+  return follow(*static_cast<Model*>(handle), *before, *next);
+}
+
+// Waits until a step that was started, or attached, has ended or was dropped; returns its state.
+STEP_EXPORT uint32_t step_wait(ChainedStep* step) { return wait_for(*step); }
+
+// The ordinal up to which no thread looks at a step any more.
+STEP_EXPORT int64_t step_passed(void* handle) { return count_passed(*static_cast<Model*>(handle)); }
 
 STEP_EXPORT void step_draw(void* handle, const Draws* draws) {
   Model& m = *static_cast<Model*>(handle);

@@ -204,7 +204,7 @@ class Step {
     linear<P>(thread, step::PHASE_HEAD, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 if (m.dims.logit_cap > 0) a = softcap<P>(a, m.dims.logit_cap), b = softcap<P>(b, m.dims.logit_cap);
-                store_logits(row, panel, a, b);
+                if (batch.logits) store_logits(row, panel, a, b);
                 keep_best(panel, a, b, best + row, best_ids + row);
               });
     share(thread, step::PHASE_HEAD, 1, [&](int64_t) { merge_best(); });

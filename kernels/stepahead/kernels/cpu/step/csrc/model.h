@@ -136,6 +136,7 @@ struct Model {
   char* draw_scratch;  // [num_threads][draw_bytes]
   int64_t draw_bytes;
   uint64_t* cycles;  // [num_threads][NUM_PHASES], the caller's, or null
+  struct Chain* chain;
 };
 
 // Element offset of a block's first tile, in `keys` or `values`.

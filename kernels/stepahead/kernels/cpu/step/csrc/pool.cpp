@@ -1,12 +1,11 @@
 // See pool.h. Waiting is a short spin, then a futex: on a busy machine the core goes to whoever is waited for.
 #include "pool.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #include <x86intrin.h>
 
 #include <new>
+
+#include "futex.h"
 
 namespace step {
 
@@ -33,10 +32,6 @@ static uint64_t high_of(uint64_t word) { return word >> HIGH_SHIFT & LOW_MASK; }
 static uint64_t low_of(uint64_t word) { return word & LOW_MASK; }
 static bool is_of(uint64_t word, uint32_t phase) { return word >> PHASE_SHIFT == pack(phase, 0, 0) >> PHASE_SHIFT; }
 
-static void futex_wait(uint32_t* word, uint32_t seen) {
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-}
-
 void Pool::wait_until_changed(Signal& signal, uint32_t seen, int num_spins) {
   for (int i = 0; i < num_spins; i++) {
     if (__atomic_load_n(&signal.word, __ATOMIC_ACQUIRE) != seen) return;
@@ -51,7 +46,7 @@ void Pool::wait_until_changed(Signal& signal, uint32_t seen, int num_spins) {
 void Pool::publish(Signal& signal, uint32_t word) {
   __atomic_store_n(&signal.word, word, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&signal.sleepers, __ATOMIC_SEQ_CST))
-    syscall(SYS_futex, &signal.word, FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0);
+    futex_wake(&signal.word);
 }
 
 Pool* Pool::create(int num_threads, const int* cpus) {
@@ -82,6 +77,7 @@ Pool* Pool::create(int num_threads, const int* cpus) {
 }
 
 Pool::~Pool() {
+  join();
   stop_ = true;
   publish(work_, work_.word + 1);
   for (int thread = 0; thread < num_started_; thread++) pthread_join(threads_[thread], nullptr);
@@ -107,12 +103,23 @@ void* Pool::thread_main(void* argument) {
 }
 
 void Pool::run(void (*job)(void*, int), void* argument) {
+  start(job, argument);
+  join();
+}
+
+void Pool::join() {
+  if (running_) wait_until_changed(done_, seen_, 0);
+  running_ = false;
+}
+
+void Pool::start(void (*job)(void*, int), void* argument) {
+  join();
   job_ = job;
   argument_ = argument;
   first_phase_ = phase_.word;  // not to be read by the threads: the first may begin a phase before the last wakes
-  const uint32_t seen = done_.word;
+  seen_ = done_.word;
+  running_ = true;
   publish(work_, work_.word + 1);
-  wait_until_changed(done_, seen, 0);
 }
 
 bool Pool::is_complete(uint32_t phase) const {

@@ -39,6 +39,9 @@ class Pool {
   static Pool* create(int num_threads, const int* cpus);
   ~Pool();
   void run(void (*job)(void* argument, int thread), void* argument);
+  // The halves of `run`, for a caller that does something else meanwhile. `start` joins the job before it first.
+  void start(void (*job)(void* argument, int thread), void* argument);
+  void join();
   int size() const { return num_threads_; }
 
   // Whether the phase has work; else others have completed it already.
@@ -92,6 +95,8 @@ class Pool {
   pthread_t* threads_ = nullptr;
   Start* starts_ = nullptr;
   Lane* lanes_ = nullptr;
+  bool running_ = false;  // a job was started and not joined
+  uint32_t seen_ = 0;     // of done_, before the job
   Signal work_ = {}, done_ = {};
   Signal phase_ = {};                 // the phase under way
   alignas(64) uint32_t dealing_ = 0;  // the phase under way, or the next one, which somebody deals out
