@@ -79,6 +79,20 @@ def test_block_sizes(block_size, isa):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("block_size", [1, 5])
+def test_blocks_of_odd_size_in_bfloat16(block_size, isa):
+    """The values of two tokens are multiplied at once; the last token of an odd block has no partner."""
+    shape = shape_of()
+    weights = random_weights(shape, biases=False, qk_norm=False)
+    token_ids, logits = np.random.default_rng(6).integers(0, shape.vocab_size, 64), []
+    for size in (block_size, 16):
+        step = make_step(shape, weights, isa, dtype=torch.bfloat16, num_blocks=80, block_size=size)
+        layout = layout_of([(0, 64)], [np.random.default_rng(7).permutation(80).tolist()], size)
+        logits.append(step.forward(token_ids, layout, np.arange(64)).logits)
+    np.testing.assert_allclose(*logits, atol=0.06)
+
+
 @pytest.fixture(params=[(isa, dtype) for isa in SETS for dtype in (torch.float32, torch.bfloat16)])
 def small(request):
     """A small step and its weights."""

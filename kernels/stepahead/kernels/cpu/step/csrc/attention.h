@@ -153,12 +153,15 @@ void mix_values(const step::Model& m, const Part<P>& part, const Part<P>& next, 
   Run<P> runs[step::PART_TILES + 1];
   int num_runs = 0;
   for (int i = 0; i < part.num_tiles; i++) {
-    const int count = tokens_seen(part, i, visible), whole = count / P::GROUP;
+    // Behind a short block's last token nobody ever writes: what is there is zero.
+    const int count = tokens_seen(part, i, visible);
+    const bool full = count == part.capacity[i];
+    const int whole = full ? (count + P::GROUP - 1) / P::GROUP : count / P::GROUP;
     const int column = i * step::TILE_TOKENS;
     if (whole) runs[num_runs++] = {weights + column, part.values[i], nullptr, whole, {}};
-    if (count % P::GROUP == 0) continue;
-    // The other half of the last pair belongs to nobody yet: a NaN left there by a failed former owner, times the
-    // weight 0, would be NaN.
+    if (full || count % P::GROUP == 0) continue;
+    // The other half of the sequence's last pair belongs to nobody yet: a NaN left there by a failed former owner,
+    // times the weight 0, would be NaN.
     const auto* pair = part.values[i] + whole * P::GROUP * m.padded_head;
     for (int64_t e = 0; e < m.padded_head; e++) last_pair[e * P::GROUP] = pair[e * P::GROUP];
     runs[num_runs++] = {weights + column + whole * P::GROUP, last_pair, nullptr, 1, {}};
