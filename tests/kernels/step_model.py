@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from unittest.mock import patch
+
 import numpy as np
 import torch
 
-from stepahead.kernels.cpu.step.build import BuildUnavailable
+from stepahead.kernels.cpu.step import decoder_step
+from stepahead.kernels.cpu.step.build import BuildUnavailable, emulated_library
 from stepahead.kernels.cpu.step.decoder_step import DecoderStep
-from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
+from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets, open_library
 from stepahead.kernels.cpu.step.step_shape import StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.attention import paged_attention, write_kv
@@ -18,6 +22,8 @@ from stepahead.kernels.reference.rope import RopeConfig, apply_rope, rope_tables
 MAX_POSITIONS = 400
 MLP = (TensorKind.GATE, TensorKind.UP, TensorKind.DOWN)
 MLP_BIASES = (TensorKind.GATE_BIAS, TensorKind.UP_BIAS, TensorKind.DOWN_BIAS)
+EMULATED = "AMX_BF16 emulated"
+"""In place of an instruction set: the AMX path on tile instructions in software."""
 
 
 def available_sets():
@@ -26,6 +32,23 @@ def available_sets():
         return [isa.name for isa in instruction_sets()]
     except BuildUnavailable:
         return []
+
+
+@cache
+def emulation():
+    """The library of `EMULATED`."""
+    return open_library(emulated_library())
+
+
+def bf16_sets():
+    """What bfloat16 models run on here: `available_sets`, and the emulation of AMX where there is AVX512-BF16."""
+    sets = available_sets()
+    return [*sets, EMULATED] if "AVX512_BF16" in sets else sets
+
+
+def cases():
+    """(instruction set, dtype) of all that runs here."""
+    return [(isa, torch.float32) for isa in available_sets()] + [(isa, torch.bfloat16) for isa in bf16_sets()]
 
 
 def shape_of(**sizes):
@@ -76,7 +99,11 @@ def random_weights(shape, *, biases, qk_norm, seed=0):
 
 def make_step(shape, weights, isa, *, dtype=torch.float32, num_threads=2, num_blocks=40, block_size=16, **options):
     """A step with weights and cache."""
-    step = DecoderStep(shape, dtype, InstructionSet[isa], num_threads, **options)
+    if isa == EMULATED:
+        with patch.object(decoder_step, "step_library", emulation):
+            step = DecoderStep(shape, dtype, InstructionSet.AMX_BF16, num_threads, **options)
+    else:
+        step = DecoderStep(shape, dtype, InstructionSet[isa], num_threads, **options)
     for (kind, layer), array in weights.items():
         experts = array if array.ndim == 3 else [array]
         for expert, matrix in enumerate(experts):

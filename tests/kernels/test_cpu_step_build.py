@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 
 from stepahead.kernels.cpu.step import build
-from stepahead.kernels.cpu.step.build import CACHE_ENV, COMPILER_ENV, LIBRARY_ENV, BuildUnavailable, built_library
+from stepahead.kernels.cpu.step.build import (
+    CACHE_ENV,
+    COMPILER_ENV,
+    LIBRARY_ENV,
+    BuildUnavailable,
+    built_library,
+    emulated_library,
+)
 
 # Tells its version, notes every other call, and makes the file after -o.
+# It knows AMX unless it is told otherwise.
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake 1.0"; exit 0; fi
+case "$@" in *-mamx-tile*) [ -n "$NO_AMX" ] && exit 1;; esac
 echo "$@" >> "{log}"
 while [ "$1" != -o ]; do shift; done
 sleep 0.1
@@ -46,13 +55,37 @@ def test_sources_are_compiled_once_each_with_their_own_flags(fake):
     }
     assert set(compiled) == {source.name for source in build.SOURCE_DIRECTORY.glob("*.cpp")}
     # Only the code of an instruction set may use it: the rest runs before anybody asked what this CPU has.
-    assert {name for name, call in compiled.items() if "-mavx2" in call} == {"isa_avx2.cpp", "isa_avx512.cpp"}
-    assert {name for name, call in compiled.items() if "-mavx512f" in call} == {"isa_avx512.cpp"}
+    with_avx512 = {"isa_avx512.cpp", "isa_amx.cpp"}
+    assert {name for name, call in compiled.items() if "-mavx2" in call} == {"isa_avx2.cpp", *with_avx512}
+    assert {name for name, call in compiled.items() if "-mavx512f" in call} == with_avx512
+    assert {name for name, call in compiled.items() if "-mamx-tile -mamx-bf16" in call} == {"isa_amx.cpp"}
+    assert not any("STEP_EMULATE_TILES" in call for call in calls(fake))
     assert all("-ffp-contract=off" in call for call in compiled.values())
     before = len(calls(fake))
     assert built_library() == path
     assert len(calls(fake)) == before
     assert {entry.name for entry in path.parent.iterdir()} == {"lock", path.name}
+
+
+def test_a_compiler_that_knows_no_amx_builds_the_rest_and_the_command_says_so(fake, monkeypatch):
+    command = [sys.executable, "-m", "stepahead.kernels.cpu.step.build"]
+    monkeypatch.setenv("NO_AMX", "1")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "the compiler knows no AMX instructions: the library is built without the AMX path\n"
+    assert Path(done.stdout.strip()).exists()
+    assert any("isa_amx.cpp" in call for call in calls(fake))
+    assert not any("-mamx" in call for call in calls(fake))
+    monkeypatch.delenv("NO_AMX")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stderr == ""
+
+
+def test_the_emulation_is_a_library_of_its_own(fake):
+    path = emulated_library()
+    assert path.name.startswith("step-emulated-")
+    compiled = [call for call in calls(fake) if ".cpp" in call]
+    assert all("-DSTEP_EMULATE_TILES" in call for call in compiled)
+    assert not any("-mamx" in call or "isa_avx" in call for call in compiled)
+    assert built_library() != path
 
 
 def test_the_name_depends_on_compiler_flags_and_sources(fake, monkeypatch, tmp_path):
@@ -79,7 +112,8 @@ def test_builders_at_once_build_once(fake):
     printed = {builder.communicate()[0] for builder in builders}
     assert [builder.returncode for builder in builders] == [0, 0, 0]
     assert len(printed) == 1
-    assert len(calls(fake)) == len(list(build.SOURCE_DIRECTORY.glob("*.cpp"))) + 1
+    probes, links = 4, 1  # each asks whether the compiler knows AMX to say so, and the one that builds to build
+    assert len(calls(fake)) == len(list(build.SOURCE_DIRECTORY.glob("*.cpp"))) + probes + links
 
 
 def test_no_compiler(fake, monkeypatch):

@@ -13,6 +13,7 @@ from stepahead.kernels.reference.rope import RopeConfig
 from tests.kernels.step_model import (
     ReferenceDecoder,
     available_sets,
+    cases,
     layout_of,
     make_step,
     random_weights,
@@ -109,8 +110,7 @@ def last_logits(step, token_ids, counts, block_size=16):
     return outputs.logits[0].view(np.uint32)
 
 
-@pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("isa", "dtype"), cases())
 @pytest.mark.parametrize("name", ["windows", "gemma", "mixture-many"])
 def test_h7_the_same_bits_however_tokens_are_batched(name, dtype, isa):
     shape, weights = decoder({**ADDITIONS, **MIXTURES, "gemma": GEMMA}[name])
@@ -123,8 +123,7 @@ def test_h7_the_same_bits_however_tokens_are_batched(name, dtype, isa):
         np.testing.assert_array_equal(last_logits(step, token_ids, counts), expected, str(counts[:3]))
 
 
-@pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("isa", "dtype"), cases())
 @pytest.mark.parametrize("name", ["windows", "gemma", "mixture-many"])
 def test_h7_the_same_bits_in_a_crowd(name, dtype, isa):
     """Rows of many lengths, some with chunks; then each alone. So many keep the cores busy with matrices."""

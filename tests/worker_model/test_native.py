@@ -8,13 +8,14 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from stepahead.kernels.cpu.step import decoder_step
 from stepahead.kernels.cpu.step.build import BuildUnavailable
 from stepahead.kernels.cpu.step.library import InstructionSet
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model import cpu_runner, native_engine
 from stepahead.worker.model.registry import KERNELS_ENV, make_runner
 from stepahead.worker.runner import CacheShape
-from tests.kernels.step_model import available_sets
+from tests.kernels.step_model import EMULATED, available_sets, bf16_sets, emulation
 from tests.worker_model.conftest import VARIANTS, VOCAB_SIZE
 from tests.worker_model.driver import Driver
 
@@ -29,6 +30,9 @@ def native(monkeypatch):
     """Returns a function: model -> a driver of it on the compiled step, by instruction set."""
 
     def make(model, isa=None, dtype="float32", threads=1, **options):
+        if isa == EMULATED:
+            isa = InstructionSet.AMX_BF16.name
+            monkeypatch.setattr(decoder_step, "step_library", emulation)
         if isa is not None:
             monkeypatch.setattr(cpu_runner, "native_instruction_set", lambda: (InstructionSet[isa], ""))
         runner = make_runner(str(model.path), dtype=dtype, threads=threads, kernels="native")
@@ -64,7 +68,7 @@ def test_float32_greedy_tokens_over_64_steps(tiny, native, variant, isa):
         assert seq.outputs == model.greedy(seq.prompt, 64)
 
 
-@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("isa", bf16_sets())
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_about_as_near_to_float32_as_transformers_bfloat16(tiny, native, variant, isa):
     narrow = copy.deepcopy(tiny(variant).model).bfloat16()
@@ -103,8 +107,9 @@ def logits_in_a_crowd(driver, prompt, chunk):
     return logits_of(driver)[-1 - len(crowd[3:])].view(np.uint32)
 
 
-@pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("isa", "dtype"), [*((isa, "float32") for isa in SETS), *((isa, "bfloat16") for isa in bf16_sets())]
+)
 @pytest.mark.parametrize(
     "variant", ["llama-gqa-tied", "llama-mqa-head-dim", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "phi3"]
 )
@@ -201,6 +206,18 @@ def test_torch_takes_over_where_nothing_can_be_compiled(tiny, monkeypatch):
     monkeypatch.setattr(native_engine, "instruction_sets", lambda: ())
     with pytest.raises(ModelError, match="no AVX2"):
         make_runner(str(model.path), kernels="native").load(lambda *call: None)
+
+
+@needs_native
+def test_a_path_that_the_compiler_did_not_know_is_told(tiny, monkeypatch):
+    monkeypatch.setattr(native_engine, "left_out_sets", lambda: (InstructionSet.AMX_BF16,))
+    with structlog.testing.capture_logs() as logs:
+        make_runner(str(tiny("llama-mha").path), threads=1, kernels="native").load(lambda *call: None)
+    assert [(log["event"], log.get("path")) for log in logs] == [
+        ("native_path_left_out", "amx_bf16"),
+        ("model_loaded", None),
+    ]
+    assert logs[1]["kernels"] == f"native {SETS[0].lower()}"
 
 
 @needs_native

@@ -31,7 +31,12 @@ from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.facts import fingerprint, model_facts
 from stepahead.worker.model.host_runner import HostRunner
-from stepahead.worker.model.native_engine import NativeEngine, declined, native_instruction_set
+from stepahead.worker.model.native_engine import (
+    NativeEngine,
+    declined,
+    left_out_paths,
+    native_instruction_set,
+)
 from stepahead.worker.model.sampler import LargestLogits, describe_samples, sample_logits
 from stepahead.worker.model.step_engine import StepEngine, StepLogits
 from stepahead.worker.model.torch_engine import TorchEngine
@@ -129,6 +134,8 @@ class CpuRunner(HostRunner):
             if missing := declined(1 if self._place is None else self._place.size):
                 isa, reason = None, missing
             if isa is not None:
+                for path in left_out_paths():
+                    _log.warning("native_path_left_out", path=path, reason="the library's compiler did not know it")
                 return NativeEngine(config, weights, DTYPES[dtype], isa, self._threads, report)
             if self._kernels == "native":
                 raise ModelError(f"the native CPU kernels are not available: {reason}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stepahead.kernels.cpu.step.build import BuildUnavailable
 from stepahead.kernels.cpu.step.decoder_step import DecoderStep
 from stepahead.kernels.cpu.step.draw_columns import DrawColumns
-from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets
+from stepahead.kernels.cpu.step.library import InstructionSet, TensorKind, instruction_sets, left_out_sets
 from stepahead.kernels.cpu.step.step_chain import Cells
 from stepahead.kernels.cpu.step.step_shape import MixtureShape, StepShape, tensor_shape
 from stepahead.kernels.ops import StepLayout
@@ -46,6 +46,11 @@ def native_instruction_set() -> tuple[InstructionSet | None, str]:
     except BuildUnavailable as error:
         return None, str(error)
     return (found[0], "") if found else (None, "this CPU has no AVX2")
+
+
+def left_out_paths() -> list[str]:
+    """Returns what this CPU has and the built library does not."""
+    return [isa.name.lower() for isa in left_out_sets()]
 
 
 def declined(num_ranks: int) -> str | None:

@@ -312,7 +312,7 @@ class DecoderStep:
 
         Args:
             kind: reading or multiplying.
-            amount: how often the weights are read, or how often each thread multiplies 24 vectors.
+            amount: how often the weights are read, or rounds of multiplications of each thread.
 
         Returns:
             Bytes read or floating point operations done, by all threads.

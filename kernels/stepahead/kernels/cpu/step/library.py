@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 
 class InstructionSet(IntEnum):
@@ -22,6 +23,8 @@ class InstructionSet(IntEnum):
     """AVX2 and FMA: float32 arithmetic, weights in float32 or bfloat16."""
     AVX512_BF16 = 1
     """AVX512 with vdpbf16ps: bfloat16 products summed in float32; float32 models in float32."""
+    AMX_BF16 = 2
+    """AMX tiles for bfloat16 products, AVX512_BF16 for all else, and for float32 models altogether."""
 
 
 class TensorKind(IntEnum):
@@ -206,6 +209,7 @@ _RESULT = type[ctypes.c_int32 | ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_void
 _SIGNATURES: dict[str, tuple[_RESULT | None, list[type]]] = {
     "step_abi_version": (ctypes.c_int32, []),
     "step_has_isa": (ctypes.c_int32, [ctypes.c_int32]),
+    "step_left_out": (ctypes.c_int32, [ctypes.c_int32]),
     "step_create": (_HANDLE, [ctypes.POINTER(Dims)]),
     "step_destroy": (None, [_HANDLE]),
     "step_stored_bytes": (ctypes.c_int64, [_HANDLE]),
@@ -235,7 +239,15 @@ def step_library() -> ctypes.CDLL:
     Raises:
         BuildUnavailable: it cannot be built or opened here.
     """
-    path = built_library()
+    return open_library(built_library())
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Returns a library with its functions declared.
+
+    Raises:
+        BuildUnavailable: it cannot be opened here, or has another interface.
+    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -257,3 +269,13 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
     """
     library = step_library()
     return tuple(isa for isa in sorted(InstructionSet, reverse=True) if library.step_has_isa(int(isa)))
+
+
+def left_out_sets() -> tuple[InstructionSet, ...]:
+    """Returns what this CPU runs but the library was built without: its compiler did not know the instructions.
+
+    Raises:
+        BuildUnavailable: the library cannot be built or opened here.
+    """
+    library = step_library()
+    return tuple(isa for isa in InstructionSet if library.step_left_out(int(isa)))

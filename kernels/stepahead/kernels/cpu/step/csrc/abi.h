@@ -5,12 +5,12 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 8
+#define STEP_ABI_VERSION 9
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
 
-enum Isa : int32_t { ISA_AVX2 = 0, ISA_AVX512_BF16 = 1 };
+enum Isa : int32_t { ISA_AVX2 = 0, ISA_AVX512_BF16 = 1, ISA_AMX_BF16 = 2 };
 enum { ERROR_MEMORY = 1 };
 
 // Tensors of `step_set`. Matrices are row-major [outputs][inputs] in the model's weight type, vectors are float32.

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "chain.h"
+#include "detect.h"
 #include "model.h"
 
 namespace step {
@@ -91,7 +92,8 @@ static bool allocate_routing(Model& m) {
 
 static bool allocate_activations(Model& m) {
   const int64_t tokens = m.cache.max_tokens, bytes = m.kernels->activation_bytes, columns = m.query_columns;
-  const int64_t scratch = TASK_QUERIES * (PART_KEYS * 8 + 16 + 2 * m.padded_head * 4) + m.padded_head * 8 + 1024;
+  const int64_t last_tile = m.tile_elements * m.kernels->weight_bytes;
+  const int64_t scratch = TASK_QUERIES * (PART_KEYS * 8 + 16 + 2 * m.padded_head * 4) + last_tile + 1024;
   m.scratch_bytes = round_up(scratch, 4096);
   m.max_tasks = tokens * m.dims.num_kv_heads * ((m.group_heads + TASK_QUERIES - 1) / TASK_QUERIES);
   m.residual = reinterpret_cast<float*>(allocate(m, tokens * m.padded_hidden * 4));
@@ -169,21 +171,18 @@ using namespace step;
 
 STEP_EXPORT int32_t step_abi_version() { return STEP_ABI_VERSION; }
 
-// Whether this CPU (and its system) runs the code of an instruction set.
-STEP_EXPORT int32_t step_has_isa(int32_t isa) {
-  __builtin_cpu_init();
-  if (isa == ISA_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return isa == ISA_AVX512_BF16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bf16");
-}
+// Whether this CPU (and its system) runs the code of an instruction set, and whether the library has that code.
+STEP_EXPORT int32_t step_has_isa(int32_t isa) { return has_isa(static_cast<Isa>(isa)); }
+
+// Whether only the code is missing: the compiler did not know the instructions.
+STEP_EXPORT int32_t step_left_out(int32_t isa) { return left_out(static_cast<Isa>(isa)); }
 
 // Room for the weights; null where there is no memory or thread.
 STEP_EXPORT void* step_create(const Dims* dims) {
   Model* model = new (std::nothrow) Model();
   if (!model) return nullptr;
   model->dims = *dims;
-  model->kernels = dims->isa == ISA_AVX2 ? avx2_kernels(dims->bf16_weights) : avx512_kernels(dims->bf16_weights);
+  model->kernels = kernels_for(static_cast<Isa>(dims->isa), dims->bf16_weights);
   derive_sizes(*model);
   model->pool = make_pool(*dims);
   model->chain = model->pool ? make_chain(dims->num_threads) : nullptr;
@@ -315,12 +314,12 @@ STEP_EXPORT void step_draw(void* handle, const Draws* draws) {
 STEP_EXPORT void step_profile(void* handle, uint64_t* cycles) { static_cast<Model*>(handle)->cycles = cycles; }
 
 // The machine's bounds, for the caller to time: PROBE_READ reads all packed weights `amount` times, shared by all
-// threads; PROBE_MULTIPLY has every thread multiply registers, `amount` times 24 vectors. Returns the bytes read, or
-// the floating point operations, of all threads.
+// threads; PROBE_MULTIPLY has every thread multiply registers for `amount` rounds. Returns the bytes read, or the
+// floating point operations, of all threads.
 STEP_EXPORT int64_t step_probe(void* handle, int32_t kind, int64_t amount) {
   const Model& m = *static_cast<Model*>(handle);
   ProbeJob job = {&m, static_cast<Probe>(kind), amount};
   m.pool->run(probe_job, &job);
   if (kind == PROBE_READ) return amount * static_cast<int64_t>(m.weight_bytes);
-  return amount * m.dims.num_threads * 24 * m.kernels->vector_width * m.kernels->group * 2;
+  return amount * m.dims.num_threads * m.kernels->probe_vectors * m.kernels->vector_width * m.kernels->group * 2;
 }

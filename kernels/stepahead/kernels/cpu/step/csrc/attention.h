@@ -7,6 +7,8 @@
 // that any row of the task sees are left out: a part whose keys a row does not see yet has the largest score -3e38, sum
 // and values 0, and merging it changes nothing.
 #pragma once
+#include <cstring>
+
 #include "linear.h"
 #include "model.h"
 #include "tile.h"
@@ -19,7 +21,7 @@ struct AttentionScratch {
   alignas(64) typename P::Activation weights[step::TASK_QUERIES * step::PART_KEYS];
   float largest[step::TASK_QUERIES], sum[step::TASK_QUERIES], part_largest[step::TASK_QUERIES];
   float part_sum[step::TASK_QUERIES];
-  // Behind it: result, part result [TASK_QUERIES][padded_head] float32, last value pair [padded_head][GROUP].
+  // Behind it: result, part result [TASK_QUERIES][padded_head] float32, the last tile's values.
 };
 
 // What a part of the keys is: its tiles, and for each the position of its first token and how many it can hold.
@@ -80,27 +82,40 @@ STEP_INLINE int tokens_seen(const Part<P>& part, int i, int64_t visible) {
   return static_cast<int>(count < 0 ? 0 : count < part.capacity[i] ? count : part.capacity[i]);
 }
 
+// Calls multiply(first query, number of queries, column) for all queries and every `column_step`-th column. The queries
+// of a vector path change fastest: the keys or values of a column are then at hand. Tiles are shaped for their rows:
+// another number of rows comes as rarely as it can.
+template <class P, class Multiply>
+STEP_INLINE void for_queries(int num_queries, int64_t columns, int64_t column_step, Multiply multiply) {
+  constexpr int ROWS = P::ATTENTION_ROWS;
+  auto rows = [&](int q) { return num_queries - q < ROWS ? num_queries - q : ROWS; };
+  if constexpr (P::TILES) {
+    for (int q = 0; q < num_queries; q += ROWS)
+      for (int64_t column = 0; column < columns; column += column_step) multiply(q, rows(q), column);
+  } else {
+    for (int64_t column = 0; column < columns; column += column_step)
+      for (int q = 0; q < num_queries; q += ROWS) multiply(q, rows(q), column);
+  }
+}
+
 template <class P>
 void score_keys(const step::Model& m, const Part<P>& part, const typename P::Activation* queries, int num_queries,
                 float* scores) {
   constexpr int PER_TILE = step::TILE_TOKENS / P::WIDTH;  // vectors of a tile
-  const int num_vectors = part.num_tiles * PER_TILE;
-  for (int v = 0; v < num_vectors; v += 2) {
-    const int w = v + 1 < num_vectors ? v + 1 : v;  // a last lone vector is multiplied twice, and masked later
+  const int64_t num_vectors = part.num_tiles * PER_TILE;
+  for_queries<P>(num_queries, num_vectors, 2, [&](int q, int rows, int64_t v) {
+    const int64_t w = v + 1 < num_vectors ? v + 1 : v;  // a last lone vector is multiplied twice, and masked later
     const auto* b0 = part.keys[v / PER_TILE] + v % PER_TILE * P::WIDTH * P::GROUP;
     const auto* b1 = part.keys[w / PER_TILE] + w % PER_TILE * P::WIDTH * P::GROUP;
-    for (int q = 0; q < num_queries; q += P::ROWS) {
-      const int rows = num_queries - q < P::ROWS ? num_queries - q : P::ROWS;
-      Run<P> run = {queries + q * m.padded_head, b0, b1, m.padded_head / P::GROUP, {}};
-      float* out = scores + q * step::PART_KEYS + v * P::WIDTH;
-      // The first rows fetch the values that belong to the keys: they are wanted as soon as the weights are known.
-      run.ahead[0] = reinterpret_cast<const char*>(part.values[v / PER_TILE] + (b0 - part.keys[v / PER_TILE]));
-      run.ahead[1] = reinterpret_cast<const char*>(part.values[w / PER_TILE] + (b1 - part.keys[w / PER_TILE]));
-      (q == 0 ? multiply_rows<P, 2> : multiply_rows<P, 0>)(rows)(
-          &run, 1, m.padded_head, step::TILE_TOKENS * P::GROUP,
-          step::TILE_TOKENS * P::GROUP * sizeof(typename P::Weight), out, step::PART_KEYS);
-    }
-  }
+    Run<P> run = {queries + q * m.padded_head, b0, b1, m.padded_head / P::GROUP, {}};
+    float* out = scores + q * step::PART_KEYS + v * P::WIDTH;
+    // The first rows fetch the values that belong to the keys: they are wanted as soon as the weights are known.
+    run.ahead[0] = reinterpret_cast<const char*>(part.values[v / PER_TILE] + (b0 - part.keys[v / PER_TILE]));
+    run.ahead[1] = reinterpret_cast<const char*>(part.values[w / PER_TILE] + (b1 - part.keys[w / PER_TILE]));
+    (q == 0 ? multiply_rows<P, 2> : multiply_rows<P, 0>)(rows)(
+        &run, 1, m.padded_head, step::TILE_TOKENS * P::GROUP,
+        step::TILE_TOKENS * P::GROUP * sizeof(typename P::Weight), out, step::PART_KEYS);
+  });
 }
 
 // Bounds the scores of all rows.
@@ -145,41 +160,58 @@ void weigh_keys(const Part<P>& part, int64_t oldest, int64_t visible, const floa
   *sum = P::sum(total);
 }
 
+// The values of a part's tokens, of which `visible` is the last, as runs of a multiplication by `weights`; returns how
+// many. What lies behind a sequence's last token belongs to nobody yet: a NaN left there by a failed former owner,
+// times the weight 0, would be NaN. So the last pair's values are copied to `last_values` [padded_head][GROUP], or for
+// tiles, of which every one is multiplied whole (vector_amx.h), all of the last tile's to [TILE_TOKENS / GROUP] of
+// those; it is zero where nothing is copied to. What lies behind a short block's last token nobody ever writes: it is
+// zero.
+template <class P>
+int find_values(const step::Model& m, const Part<P>& part, int64_t visible, const typename P::Activation* weights,
+                typename P::Weight* last_values, Run<P>* runs) {
+  int num_runs = 0;
+  for (int i = 0; i < part.num_tiles; i++) {
+    const int count = tokens_seen(part, i, visible);
+    const bool full = count == part.capacity[i];
+    const int64_t whole = full ? (count + P::GROUP - 1) / P::GROUP : count / P::GROUP;
+    const auto *a = weights + i * step::TILE_TOKENS, *at = part.values[i] + whole * P::GROUP * m.padded_head;
+    if (P::TILES && !full && count) {
+      auto* rest = last_values + (at - part.values[i]);
+      memcpy(last_values, part.values[i], (at - part.values[i]) * sizeof *at);
+      if (count % P::GROUP)
+        for (int64_t e = 0; e < m.padded_head; e++) rest[e * P::GROUP] = at[e * P::GROUP];
+      runs[num_runs++] = {a, last_values, nullptr, step::TILE_TOKENS / P::GROUP, {}};
+    } else if (P::TILES) {
+      if (count) runs[num_runs++] = {a, part.values[i], nullptr, step::TILE_TOKENS / P::GROUP, {}};
+    } else {
+      if (whole) runs[num_runs++] = {a, part.values[i], nullptr, whole, {}};
+      if (full || count % P::GROUP == 0) continue;
+      for (int64_t e = 0; e < m.padded_head; e++) last_values[e * P::GROUP] = at[e * P::GROUP];
+      runs[num_runs++] = {a + whole * P::GROUP, last_values, nullptr, 1, {}};
+    }
+  }
+  return num_runs;
+}
+
 // out[q] = sum over the part's tokens of weight x value. On the way it fetches keys of the next part: those are the
 // first thing wanted afterwards, and nothing else would have asked memory for them.
 template <class P>
 void mix_values(const step::Model& m, const Part<P>& part, const Part<P>& next, int64_t visible,
-                const typename P::Activation* weights, int num_queries, typename P::Weight* last_pair, float* out) {
+                const typename P::Activation* weights, int num_queries, typename P::Weight* last_values, float* out) {
   Run<P> runs[step::PART_TILES + 1];
-  int num_runs = 0;
-  for (int i = 0; i < part.num_tiles; i++) {
-    // Behind a short block's last token nobody ever writes: what is there is zero.
-    const int count = tokens_seen(part, i, visible);
-    const bool full = count == part.capacity[i];
-    const int whole = full ? (count + P::GROUP - 1) / P::GROUP : count / P::GROUP;
-    const int column = i * step::TILE_TOKENS;
-    if (whole) runs[num_runs++] = {weights + column, part.values[i], nullptr, whole, {}};
-    if (full || count % P::GROUP == 0) continue;
-    // The other half of the sequence's last pair belongs to nobody yet: a NaN left there by a failed former owner,
-    // times the weight 0, would be NaN.
-    const auto* pair = part.values[i] + whole * P::GROUP * m.padded_head;
-    for (int64_t e = 0; e < m.padded_head; e++) last_pair[e * P::GROUP] = pair[e * P::GROUP];
-    runs[num_runs++] = {weights + column + whole * P::GROUP, last_pair, nullptr, 1, {}};
-  }
-  for (int64_t e = 0; e < m.padded_head; e += 2 * P::WIDTH)
-    for (int q = 0; q < num_queries; q += P::ROWS) {
-      const int rows = num_queries - q < P::ROWS ? num_queries - q : P::ROWS;
-      Run<P> shifted[step::PART_TILES + 1];
-      for (int i = 0; i < num_runs; i++) {
-        const auto* b0 = runs[i].b0 + e * P::GROUP;
-        const auto* keys = i < next.num_tiles ? next.keys[i] + e * step::TILE_TOKENS : b0;
-        const char* ahead = reinterpret_cast<const char*>(keys);
-        shifted[i] = {runs[i].a + q * step::PART_KEYS, b0, b0 + P::WIDTH * P::GROUP, runs[i].steps, {ahead, ahead + 64}};
-      }
-      (q == 0 ? multiply_rows<P, 2> : multiply_rows<P, 0>)(rows)(shifted, num_runs, step::PART_KEYS,
-                                                                 m.padded_head * P::GROUP, 128,
-                                                                 out + q * m.padded_head + e, m.padded_head);
+  const int num_runs = find_values<P>(m, part, visible, weights, last_values, runs);
+  for_queries<P>(num_queries, m.padded_head, 2 * P::WIDTH, [&](int q, int rows, int64_t e) {
+    Run<P> shifted[step::PART_TILES + 1];
+    for (int i = 0; i < num_runs; i++) {
+      const auto* b0 = runs[i].b0 + e * P::GROUP;
+      const auto* keys = i < next.num_tiles ? next.keys[i] + e * step::TILE_TOKENS : b0;
+      const char* ahead = reinterpret_cast<const char*>(keys);
+      shifted[i] = {runs[i].a + q * step::PART_KEYS, b0, b0 + P::WIDTH * P::GROUP, runs[i].steps, {ahead, ahead + 64}};
     }
+    (q == 0 ? multiply_rows<P, 2> : multiply_rows<P, 0>)(rows)(shifted, num_runs, step::PART_KEYS,
+                                                               m.padded_head * P::GROUP, 128,
+                                                               out + q * m.padded_head + e, m.padded_head);
+  });
 }
 
 // result = result scaled to the common maximum + the part's result scaled to it.
@@ -202,8 +234,8 @@ void attend(step::Model& m, const step::Batch& batch, int layer, const step::Att
   auto& scratch = *reinterpret_cast<AttentionScratch<P>*>(memory);
   float* result = reinterpret_cast<float*>(memory + sizeof scratch);
   float* part_result = result + step::TASK_QUERIES * m.padded_head;
-  auto* last_pair = reinterpret_cast<typename P::Weight*>(part_result + step::TASK_QUERIES * m.padded_head);
-  for (int64_t e = 0; e < m.padded_head * P::GROUP; e++) last_pair[e] = 0;
+  auto* last_values = reinterpret_cast<typename P::Weight*>(part_result + step::TASK_QUERIES * m.padded_head);
+  memset(last_values, 0, (P::TILES ? m.tile_elements : m.padded_head * P::GROUP) * sizeof *last_values);
 
   const int64_t begin = batch.query_start_loc[task.row], end = batch.query_start_loc[task.row + 1];
   const int64_t first_position = batch.seq_lens[task.row] - (end - begin);
@@ -230,7 +262,7 @@ void attend(step::Model& m, const step::Batch& batch, int layer, const step::Att
       weigh_keys<P>(part, oldest_of(window, visible(q)), visible(q), scratch.scores + q * step::PART_KEYS,
                     scratch.weights + q * step::PART_KEYS, scratch.part_largest + q, scratch.part_sum + q);
     float* out = tile == begin_tile ? result : part_result;
-    mix_values<P>(m, part, next, most, scratch.weights, task.num_queries, last_pair, out);
+    mix_values<P>(m, part, next, most, scratch.weights, task.num_queries, last_values, out);
     for (int q = 0; q < task.num_queries; q++) {
       if (tile == begin_tile) {
         scratch.largest[q] = scratch.part_largest[q];

@@ -272,13 +272,15 @@ class Step {
 
 template <class P>
 void forward(step::Model& model, const step::Batch& batch, int thread) {
+  [[maybe_unused]] typename P::Session session;
   Step<P>(model, batch, thread).run();
 }
 
 template <class P>
 constexpr step::Kernels kernels_of() {
-  return {P::WIDTH, P::GROUP,   sizeof(typename P::Weight), sizeof(typename P::Activation),
-          P::CODED, forward<P>, draw<P>,                    probe<P>};
+  return {P::WIDTH, P::GROUP,         sizeof(typename P::Weight), sizeof(typename P::Activation),
+          P::CODED, P::PROBE_VECTORS, forward<P>,                 draw<P>,
+          probe<P>};
 }
 
 }  // namespace

@@ -10,9 +10,12 @@ namespace {
 // Rows of a unit. A unit's panel stays in the second-level cache; more rows would make units too long to share.
 static constexpr int UNIT_ROWS = 96;
 
-// How far ahead a single pass over a panel fetches. Up to three rows memory sets the pace and 2 to 4 KiB measured best;
-// more rows take longer per byte, and the fetches must bridge what the multiplications leave idle.
-STEP_INLINE constexpr int prefetch_bytes(int rows) { return rows <= 3 ? 3072 : 8192; }
+// How far ahead a single pass over a panel fetches. Where memory sets the pace 2 to 4 KiB measured best; more rows take
+// longer per byte, and the fetches must bridge what the multiplications leave idle.
+template <class P>
+STEP_INLINE constexpr int prefetch_bytes(int rows) {
+  return rows <= P::PACED_ROWS ? 3072 : 8192;
+}
 
 // The same over a coded panel, whose bytes take longer each.
 STEP_INLINE constexpr int coded_prefetch_bytes(int rows) { return rows == 1 ? 3072 : 8192; }
@@ -77,7 +80,7 @@ STEP_INLINE void share_open(const Thread& thread, step::Phase phase, int64_t num
 }
 
 // Multiplies a block of rows by a panel and fetches keys and values on the way: the panel is cut into runs, each beside
-// one run of theirs.
+// one run of theirs, and a little of what lies behind it where the cut must wait for a whole instruction.
 template <class P>
 STEP_INLINE void multiply_beside(CacheAhead& ahead, const Run<P>& panel, int64_t stride, int rows, float* sums) {
   constexpr int MAX_RUNS = 24;
@@ -92,7 +95,8 @@ STEP_INLINE void multiply_beside(CacheAhead& ahead, const Run<P>& panel, int64_t
     if (num_runs < MAX_RUNS && !ahead.empty()) {
       int64_t num_bytes = run.steps * step_bytes;
       memory = ahead.take(&num_bytes);
-      run.steps = (num_bytes + step_bytes - 1) / step_bytes;
+      const int64_t steps = step::round_up((num_bytes + step_bytes - 1) / step_bytes, P::STEPS);
+      if (steps < run.steps) run.steps = steps;
     }
     run.ahead[0] = memory;
     run.ahead[1] = memory + step_bytes / 2;
@@ -129,7 +133,7 @@ STEP_INLINE void multiply_block(CacheAhead& ahead, const step::Linear& matrix, c
   constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP;
   constexpr int64_t step_bytes = b_step * sizeof(*run.b0);
   if (pass.count == 1) {
-    run.ahead[0] = reinterpret_cast<const char*>(run.b0) + prefetch_bytes(pass.rows);
+    run.ahead[0] = reinterpret_cast<const char*>(run.b0) + prefetch_bytes<P>(pass.rows);
     run.ahead[1] = run.ahead[0] + step_bytes / 2;
     multiply_rows<P, 2>(pass.rows)(&run, 1, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
   } else if (pass.fetches_next) {
@@ -170,7 +174,7 @@ STEP_INLINE void multiply_unit(const Thread& thread, const step::Linear& matrix,
   const int64_t count = unit.end - unit.begin, passes = (count + P::ROWS - 1) / P::ROWS;
   const bool coded = P::CODED && matrix.coded;
   for (int64_t index = 0; index < passes; index++) {
-    const int64_t first = count * index / passes, next = count * (index + 1) / passes;
+    const int64_t first = first_row<P>(count, index, passes), next = first_row<P>(count, index + 1, passes);
     const Pass pass = {index, passes, static_cast<int>(next - first), unit.last_rows && index < 2};
     const auto* left = input + (unit.begin + first) * stride;
     float* out = sums + first * 2 * P::WIDTH;

@@ -44,6 +44,7 @@ struct Kernels {
   int weight_bytes;      // per weight and per KV element
   int activation_bytes;  // per input of a matrix
   bool coded;            // multiplies by coded panels, too
+  int probe_vectors;     // multiplied in a round of PROBE_MULTIPLY
   void (*forward)(Model& model, const Batch& batch, int thread);
   void (*draw)(const Model& model, const Draws& draws, int64_t index, int thread);
   void (*probe)(const Model& model, Probe kind, int64_t amount, int thread);
@@ -51,6 +52,10 @@ struct Kernels {
 
 const Kernels* avx2_kernels(bool bf16);
 const Kernels* avx512_kernels(bool bf16);
+const Kernels* amx_kernels();  // bf16 only; null where the compiler does not know the instructions
+
+// Null if this library was built without them.
+const Kernels* kernels_for(Isa isa, bool bf16);
 
 struct Linear {
   int64_t num_inputs, num_panels, panel_bytes;

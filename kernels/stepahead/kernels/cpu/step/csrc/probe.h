@@ -25,7 +25,7 @@ void read_weights(const step::Model& m, int64_t times, int thread) {
 
 // As many independent sums as multiplications in flight need, nothing from memory.
 template <class P>
-void multiply_registers(int64_t times) {
+void multiply_vectors(int64_t times) {
   alignas(64) typename P::Weight weights[P::WIDTH * P::GROUP] = {};
   alignas(64) typename P::Activation left[P::GROUP] = {};
   const auto right = P::weights(weights);
@@ -49,10 +49,13 @@ void multiply_registers(int64_t times) {
 
 template <class P>
 void probe(const step::Model& m, step::Probe kind, int64_t amount, int thread) {
+  [[maybe_unused]] typename P::Session session;
   if (kind == step::PROBE_READ)
     read_weights<P>(m, amount, thread);
+  else if constexpr (P::TILES)
+    P::multiply_registers(amount);
   else
-    multiply_registers<P>(amount);
+    multiply_vectors<P>(amount);
 }
 
 }  // namespace

@@ -1,8 +1,16 @@
 // The one multiplication of the library: R rows of activations by two vectors of columns.
 //
-// Every result is one chain of multiply-adds over its inputs in ascending order, in one lane of one register. How many
-// rows share a call, and what else the step holds, does not enter: this is what makes every row's bits independent of
-// its batch ("batch-invariant by construction").
+// Every result is one chain of multiply-adds over its inputs in ascending order, in one lane of one register (on tiles:
+// one chain of instructions, vector_amx.h). How many rows share a call, and what else the step holds, does not enter:
+// this is what makes every row's bits independent of its batch ("batch-invariant by construction").
+//
+// What a path P says of itself, beside its vectors:
+//
+//     ROWS            most rows of a multiplication        STEPS          steps of one instruction: runs are cut
+//     ATTENTION_ROWS  the same in attention                               at multiples of it
+//     ROW_BLOCK       many rows are split at multiples     TILES          it brings `multiply_runs` itself
+//     PACED_ROWS      up to so many rows memory sets       PROBE_VECTORS  vectors multiplied in a round of the probe
+//                     the pace                             Session        lives on every thread for as long as a job
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -80,9 +88,17 @@ void multiply_runs(const Run<P>* runs, int num_runs, int64_t a_stride, int64_t b
 template <class P>
 using Multiply = void (*)(const Run<P>*, int, int64_t, int64_t, int64_t, float*, int64_t);
 
+template <class P, int R, int LINES>
+constexpr Multiply<P> multiplication() {
+  if constexpr (P::TILES)
+    return P::template multiply_runs<R, LINES>;
+  else
+    return multiply_runs<P, R, LINES>;
+}
+
 template <class P, int LINES, int... R>
 constexpr Multiply<P> multiply_for(int rows, std::integer_sequence<int, R...>) {
-  constexpr Multiply<P> table[] = {multiply_runs<P, R + 1, LINES>...};
+  constexpr Multiply<P> table[] = {multiplication<P, R + 1, LINES>()...};
   return table[rows - 1];
 }
 
@@ -90,6 +106,13 @@ constexpr Multiply<P> multiply_for(int rows, std::integer_sequence<int, R...>) {
 template <class P, int LINES>
 Multiply<P> multiply_rows(int rows) {
   return multiply_for<P, LINES>(rows, std::make_integer_sequence<int, P::ROWS>());
+}
+
+// Of `count` rows done in so many passes: the first of a pass, that of the one behind the last being `count`.
+template <class P>
+STEP_INLINE int64_t first_row(int64_t count, int64_t pass, int64_t passes) {
+  const int64_t blocks = (count + P::ROW_BLOCK - 1) / P::ROW_BLOCK, first = blocks * pass / passes * P::ROW_BLOCK;
+  return first < count ? first : count;
 }
 
 // e^x to about one unit in the last place, exactly 1 at 0; below -87 it stays at the smallest normal number. Cephes'

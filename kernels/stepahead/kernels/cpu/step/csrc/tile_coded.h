@@ -59,11 +59,16 @@ STEP_INLINE void multiply_chunk(Sums<P, R>& sums, const typename P::Activation* 
 }
 
 // Writes a chunk's plain weights, from `patch` on with its patches; returns the first patch behind it.
-template <class P>
+template <class P, int LINES>
 const step::Patch* decode_chunk(const char* pair, const typename P::HighBytes& high_bytes, int64_t first_position,
-                                const step::Patch* patch, const step::Patch* end, typename P::Weight* plain) {
+                                const step::Patch* patch, const step::Patch* end, FetchAhead& ahead,
+                                typename P::Weight* plain) {
   constexpr int WORDS = P::WIDTH * P::GROUP;
+#pragma GCC unroll 1
   for (int64_t i = 0; i < CHUNK_PAIRS; i++, pair += step::PAIR_BYTES) {
+#pragma GCC unroll 3
+    for (int line = 0; line < LINES; line++) fetch(ahead.at + line * ahead.step);
+    ahead.at += LINES * ahead.step;
     typename P::Weight* out = plain + i * 4 * WORDS;
     typename P::Right first, second;
     P::template decode<0>(pair, high_bytes, first, second);
@@ -93,12 +98,10 @@ void multiply_coded(const char* panel, int64_t num_inputs, const typename P::Act
     if (patch == end || patch->position >= first + CHUNK_WEIGHTS) {
       multiply_chunk<P, R, LINES, KEEP>(sums, a, a_stride, pair, high_bytes, ahead, plain);
     } else {
-      patch = decode_chunk<P>(pair, high_bytes, first, patch, end, plain);
+      patch = decode_chunk<P, LINES>(pair, high_bytes, first, patch, end, ahead, plain);
       constexpr int64_t STEP = 2 * P::WIDTH * P::GROUP;
       const Run<P> run = {a, plain, plain + P::WIDTH * P::GROUP, 2 * CHUNK_PAIRS, {}};
       multiply_add<P, R, 0>(sums, run, a_stride, STEP, 0);
-      for (int64_t line = 0; line < CHUNK_PAIRS * LINES; line++) fetch(ahead.at + line * ahead.step);
-      ahead.at += CHUNK_PAIRS * LINES * ahead.step;
     }
     a += 2 * CHUNK_PAIRS * P::GROUP;
     pair += CHUNK_PAIRS * step::PAIR_BYTES;
@@ -115,9 +118,17 @@ template <class P>
 using MultiplyCoded = void (*)(const char*, int64_t, const typename P::Activation*, int64_t, FetchAhead,
                                typename P::Weight*, float*);
 
+template <class P, int R, int LINES, bool KEEP>
+constexpr MultiplyCoded<P> coded_multiplication() {
+  if constexpr (P::TILES)
+    return P::template multiply_coded<R, LINES, KEEP>;
+  else
+    return multiply_coded<P, R, LINES, KEEP>;
+}
+
 template <class P, int LINES, bool KEEP, int... R>
 constexpr MultiplyCoded<P> multiply_coded_for(int rows, std::integer_sequence<int, R...>) {
-  constexpr MultiplyCoded<P> table[] = {multiply_coded<P, R + 1, LINES, KEEP>...};
+  constexpr MultiplyCoded<P> table[] = {coded_multiplication<P, R + 1, LINES, KEEP>()...};
   return table[rows - 1];
 }
 

@@ -12,6 +12,13 @@ struct Avx2 {
   using F = __m256;
   static constexpr int WIDTH = 8;
   static constexpr int ROWS = 6;  // 6 x 2 accumulators, 2 weights and a broadcast fill 15 of 16 registers
+  static constexpr int ROW_BLOCK = 1;
+  static constexpr int ATTENTION_ROWS = ROWS;
+  static constexpr int PACED_ROWS = 3;
+  static constexpr int STEPS = 1;
+  static constexpr bool TILES = false;
+  static constexpr int PROBE_VECTORS = 24;
+  struct Session {};
   using Activation = float;
   using Left = __m256;
   using Right = __m256;

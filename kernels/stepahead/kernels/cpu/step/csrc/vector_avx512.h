@@ -11,6 +11,13 @@ struct Avx512 {
   using F = __m512;
   static constexpr int WIDTH = 16;
   static constexpr int ROWS = 12;  // 12 x 2 accumulators, 2 weights and broadcasts fill 32 registers
+  static constexpr int ROW_BLOCK = 1;
+  static constexpr int ATTENTION_ROWS = ROWS;
+  static constexpr int PACED_ROWS = 3;
+  static constexpr int STEPS = 1;
+  static constexpr bool TILES = false;
+  static constexpr int PROBE_VECTORS = 24;
+  struct Session {};
 
   static F zero() { return _mm512_setzero_ps(); }
   static F all(float x) { return _mm512_set1_ps(x); }
