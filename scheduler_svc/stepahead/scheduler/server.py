@@ -15,6 +15,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from stepahead.scheduler.calm_threads import starting_calm_threads
 from stepahead.scheduler.cluster import Cluster
 from stepahead.scheduler.drain import Drainer
 from stepahead.scheduler.engine import Engine
@@ -56,7 +57,8 @@ class Server:
         self.address = ""
         health_module: Any = health  # its stubs leave the asyncio half out
         self._health: Any = health_module.aio.HealthServicer()
-        self._grpc = grpc.aio.server(interceptors=[RequestDecoding()], options=SERVER_OPTIONS)
+        with starting_calm_threads():
+            self._grpc = grpc.aio.server(interceptors=[RequestDecoding()], options=SERVER_OPTIONS)
         self._announced_ready = False
         self.cluster.on_worker_refused = self._announce_refused
 
