@@ -83,11 +83,13 @@ def budget(rate: int = 1000) -> tuple[MessageBudget, FakeLoop]:
 
 
 def test_while_streams_are_few_nobody_waits() -> None:
-    it, _ = budget()
+    it, loop = budget()
     turns: list[int] = []
     for name in range(5):
         it.request(Writer(name, turns))
     it.pump()
+    assert turns == [], "who pumps may be about to plan a step"
+    loop.advance(TICK_S)
     assert turns == [0, 1, 2, 3, 4]
 
 
@@ -99,9 +101,6 @@ def test_the_loop_rests_for_as_long_as_a_slice_took(cost_s: float) -> None:
 
     class Stream(Writer):
         def wake(self) -> None:
-            loop.call_soon(self.write)
-
-        def write(self) -> None:
             self.woken = False
             loop.now += cost_s
             written.append(loop.now)
@@ -115,6 +114,27 @@ def test_the_loop_rests_for_as_long_as_a_slice_took(cost_s: float) -> None:
     for number, gap in enumerate(gaps, 1):
         rest = 0.0 if number % SLICE else SLICE * cost_s
         assert gap == pytest.approx(cost_s + rest, abs=2 * SLICE * TICK_S)
+    assert loop.num_timers == 0
+
+
+def test_a_stream_may_ask_for_turns_in_its_turn() -> None:
+    """One that ends another, say, makes news for that one's stream: it has its turn with the next slice."""
+    it, loop = budget(rate=10_000)
+    turns: list[int] = []
+    other, third = Writer(2, turns), Writer(3, turns)
+
+    class Ending(Writer):
+        def wake(self) -> None:
+            super().wake()
+            it.urgent(other)
+            it.request(third)
+            it.pump()
+            assert turns == [1], "not inside its own"
+
+    it.request(Ending(1, turns))
+    it.pump()
+    loop.advance(0.01)
+    assert turns == [1, 2, 3]
     assert loop.num_timers == 0
 
 
@@ -178,10 +198,16 @@ def test_a_burst_of_ends_leaves_the_loop_free_in_between() -> None:
     """Hundreds of streams may speak first, or end, in one step: they pass those who wait, in slices."""
     it, loop = budget(rate=10_000)
     turns: list[int] = []
+
+    class Stream(Writer):
+        def wake(self) -> None:
+            super().wake()
+            loop.now += TICK_S
+
     for name in range(2 * SLICE):
-        it.request(Writer(name, turns))
+        it.request(Stream(name, turns))
     for name in range(100, 100 + 3 * SLICE):
-        it.urgent(Writer(name, turns))
+        it.urgent(Stream(name, turns))
     loop.advance(TICK_S)
     assert turns == list(range(100, 100 + SLICE))
     loop.advance(0.1)

@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 SLICE = 16
-"""Streams woken at once, at most. The loop then rests for as long as their messages took: whatever a message costs
-on this machine under this load, the loop is free half of the time. A boundary passes through several turns of the
-loop, and would wait for a slice in each if the next one were always ready."""
+"""Streams that have their turn at once, at most. The loop then rests for as long as they took: whatever a message
+costs on this machine under this load, the loop is free half of the time. A boundary passes through several turns of
+the loop, and would wait for a slice in each if the next one were always ready."""
 
 
 class StreamWriter(Protocol):
-    """A stream that turns news into one message when it is woken."""
+    """A stream that turns news into one message when it is woken, there and then."""
 
     queued: bool
     """Whether it waits for its turn; owned by the budget."""
@@ -60,9 +60,8 @@ class MessageBudget:
         self._urgent: dict[StreamWriter, None] = {}
         self._timer: asyncio.Handle | None = None
         self._rests = False
-        """Whether the timer is a slice's, or the pause behind it, which nobody shortens."""
+        """Whether a slice is about to begin, under way or rested from: nobody starts another one or shortens it."""
         self._clock = clock
-        self._slice_began = 0.0
         self.num_messages = 0
 
     def request(self, writer: StreamWriter) -> None:
@@ -86,33 +85,31 @@ class MessageBudget:
         self._timer = self._loop.call_soon(self._turn)
 
     def pump(self) -> None:
-        """Wakes queued streams as far as the budget reaches; the rest follow on a timer."""
-        if self._queue and self._timer is None:
-            self._turn()
+        """Lets queued streams have turns soon, as far as the budget reaches; the rest follow on a timer.
+
+        Not at once: who calls may be about to plan a step.
+        """
+        if self._queue and self._timer is None and not self._rests:
+            self._timer = self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._timer, self._rests = None, False
+        # Streams that are woken may ask, or end others, which have news then: all that waits for the timer below.
+        self._timer, self._rests = None, True
         now = self._loop.time()
         self._available = min(self._burst, self._available + (now - self._refilled_at) * self._rate)
         self._refilled_at = now
+        slice_began = self._clock()
         num_woken = 0
         while num_woken < SLICE and (writer := self._next()) is not None:
             num_woken += self._wake(writer)
         if num_woken:
-            self._rests = True
-            self._slice_began = self._clock()
-            self._timer = self._loop.call_soon(self._begin_rest, 1)
-        elif self._queue:
+            self._timer = self._loop.call_later(self._clock() - slice_began, self._turn)
+            return
+        self._rests = False
+        if self._queue:
             # Wait for a handful, so that the timer itself costs little.
             delay = (min(len(self._queue), SLICE // 2) - self._available) / self._rate
             self._timer = self._loop.call_later(delay, self._turn)
-
-    def _begin_rest(self, num_passes: int) -> None:
-        """The slice's messages are being written; in one more pass of the loop they are."""
-        if num_passes:
-            self._timer = self._loop.call_soon(self._begin_rest, num_passes - 1)
-        else:
-            self._timer = self._loop.call_later(self._clock() - self._slice_began, self._turn)
 
     def _next(self) -> StreamWriter | None:
         """Whose turn it is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -11,6 +10,7 @@ from typing_extensions import override
 
 from stepahead.scheduler.caller import caller_of
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest
+from stepahead.scheduler.event_stream import EventStream, Response
 from stepahead.scheduler.front_end import FrontEnd
 from stepahead.scheduler.guard import Context, guarded
 from stepahead.scheduler.live_request import LiveRequest
@@ -21,54 +21,7 @@ from stepahead.v1 import generation_pb2, generation_pb2_grpc
 
 MAX_CANCEL_IDS = 1024
 
-Response = generation_pb2.GenerateResponse | generation_pb2.AttachResponse
 GenerateContext = grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
-
-
-class _GenerateStream:
-    """The writer of one Generate call: woken by the budget, one message per turn."""
-
-    __slots__ = ("_keepalive_s", "_last_write", "_loop", "_timer", "_waiter", "queued", "silent", "woken")
-
-    def __init__(self, keepalive_s: float) -> None:
-        self.queued = False
-        self.woken = False
-        self.silent = False
-        """Whether the stream was woken because it has been silent for too long."""
-        self._waiter: asyncio.Future[None] | None = None
-        self._keepalive_s = keepalive_s
-        self._loop = asyncio.get_running_loop()
-        self._last_write = self._loop.time()
-        self._timer = self._loop.call_later(keepalive_s, self._tick)
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def turn(self) -> None:
-        """Waits for the next turn. A bare future: an event costs as much again, per message."""
-        if not self.woken and not self.silent:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        self.woken = False
-
-    def note_written(self) -> None:
-        """The stream has spoken. A turn without news (text held back, one delta at the end) is silence too."""
-        self.silent = False
-        self._last_write = self._loop.time()
-
-    def _tick(self) -> None:
-        """One timer for the stream's life, moved when it fires: a timer per message would cost as much as one."""
-        due_in = self._last_write + self._keepalive_s - self._loop.time()
-        if due_in <= 0:
-            self.silent = True
-            self.wake()
-            due_in = self._keepalive_s
-        self._timer = self._loop.call_later(due_in, self._tick)
-
-    def close(self) -> None:
-        """No more turns."""
-        self._timer.cancel()
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -111,36 +64,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, live: LiveRequest, context: Context, make: Callable[[], Response], next_token_indexes: Sequence[int]
     ) -> None:
         """Streams a request to its end."""
-        stream = _GenerateStream(self._front_end.settings.keepalive_s)
+        stream = EventStream(self._front_end.settings.keepalive_s)
         subscription = self._front_end.subscribe(live, stream, next_token_indexes=next_token_indexes)
         if live.has_news:
             self._front_end.engine.budget.request(stream)
             self._front_end.engine.budget.pump()
         try:
             await context.send_initial_metadata(())
-            await self._pump(subscription, stream, context, make)
+            await stream.run(subscription, context, make, self._take)
         finally:
             # Also the way out when the client is gone: CancelledError at one of the awaits above.
             stream.close()
             self._front_end.release(subscription)
-
-    async def _pump(
-        self, subscription: Subscription, stream: _GenerateStream, context: Context, make: Callable[[], Response]
-    ) -> None:
-        live = subscription.live
-        write = context.write
-        done = False
-        while not done:
-            await stream.turn()
-            response = make()
-            done = self._take(subscription, response.events)
-            if not response.events and stream.silent:
-                response.events.add().keepalive.phase = live.phase
-            if response.events:
-                await write(response)
-                stream.note_written()
-        if live.error is not None:
-            raise live.error
 
     def _take(self, subscription: Subscription, events: Events) -> bool:
         try:
