@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from stepahead.scheduler import steady_rows
+from stepahead.scheduler import steady_rows, stream_rows
 from stepahead.scheduler.core import CommitOutcome, Finished, FinishReason, LaneId, Preempted, RequestKey, StepId
 from stepahead.scheduler.delivery import MessageBudget
 from stepahead.scheduler.errors import RequestCancelled
@@ -26,7 +26,7 @@ NUM_LANES = 2
 
 
 class Reader:
-    """Another stream of a request, with a cursor of its own."""
+    """A stream of one request, with a cursor of its own."""
 
     def __init__(self, live: LiveRequest) -> None:
         self.queued = self.woken = False
@@ -41,7 +41,9 @@ class Reader:
         response = generation_pb2.GenerateResponse()
         self.subscription.take(response.events)
         for event in response.events:
-            self.token_ids += event.delta.token_ids
+            if event.HasField("delta"):
+                assert event.delta.first_token_index == len(self.token_ids)
+                self.token_ids += event.delta.token_ids
 
 
 class World:
@@ -60,10 +62,13 @@ class World:
         self.told: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.readers: dict[int, Reader] = {}
+        self.streams: dict[int, Reader] = {}
+        """Of requests that no session has asked for."""
         self.num_commits = 0
         self.num_column_commits = 0
 
-    async def join(self, session: int, lane: int, **fields: Any) -> int:
+    async def join(self, session: int | None, lane: int, **fields: Any) -> int:
+        """A request of a Multiplex session; None: of a Generate call."""
         output = generation_pb2.OutputParams(text=False)
         live = await live_request(
             generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIdsInput(ids=[1]), output=output, **fields)
@@ -72,9 +77,13 @@ class World:
         key = live.choices[0].key = RequestKey(handle)
         live.times.admitted_ns = 2
         self.book.add(live)
-        stream = self.sessions[session]
-        stream._subscriptions[handle] = Subscription(live, stream, handle=handle, dirty=stream._dirty)
         self.made[handle], self.told[handle] = [], []
+        if session is None:
+            reader = self.streams[handle] = Reader(live)
+            self.told[handle] = reader.token_ids
+        else:
+            stream = self.sessions[session]
+            stream._subscriptions[handle] = Subscription(live, stream, handle=handle, dirty=stream._dirty)
         self.keys[lane] = [*self.keys[lane], key]
         return handle
 
@@ -116,6 +125,12 @@ class World:
         self._leave([key])
         self.book.note_preempted((Preempted(key),))
         self.keys[to] = [*self.keys[to], key]
+
+    def read(self, key: int) -> None:
+        """One message of a Generate call, checked as a client checks it."""
+        self.streams[key].read()
+        if self.streams[key].subscription.live.is_over:
+            self.ended.add(key)
 
     def take(self, session: int) -> None:
         """One message, checked as a client checks it."""
@@ -167,6 +182,57 @@ async def test_rows_that_stay_the_same_are_told_in_columns() -> None:
     world.take(0)
     assert world.told == world.made
     assert [choice.log.token_ids for choice in world.book.choices.values()] == list(world.made.values())
+
+
+async def stream_crowd(size: int) -> World:
+    """As many Generate calls on one lane, in steady decode, all of them told the first tokens."""
+    world = World()
+    for _ in range(size):
+        await world.join(None, 0)
+    for _ in range(steady_rows.STEADY_AFTER - 1):
+        world.commit(0)
+        for stream in world.streams:
+            world.read(stream)
+    assert world.num_column_commits == 0
+    return world
+
+
+async def test_streams_of_their_own_pick_their_tokens_when_they_have_a_turn() -> None:
+    world = await stream_crowd(3)
+    for number in range(1, 10):
+        world.commit(0)  # asserts that whoever has been told everything waits for a turn again
+        assert world.num_column_commits == number
+        world.read(1 + number % 2)
+        log = world.book.choices[RequestKey(1 + number % 2)].log
+        assert log._token_ids == world.told[1 + number % 2] == world.made[1 + number % 2]
+    assert len(world.told[3]) < len(world.made[3])
+    world.read(3)
+    assert world.told[3] == world.made[3]
+
+
+async def test_a_stream_that_nobody_reads_lacks_few_columns() -> None:
+    world = await stream_crowd(2)
+    log = world.book.choices[RequestKey(1)].log
+    for _ in range(3 * stream_rows.MAX_COLUMNS):
+        world.commit(0)
+        world.read(2)
+        assert len(world.made[1]) - len(log._token_ids) <= stream_rows.MAX_COLUMNS
+    world.read(1)
+    assert world.told == world.made
+
+
+@pytest.mark.parametrize("fields", [
+    {"stopping": generation_pb2.StoppingParams(stop_strings=["never"])},
+    {"logprobs": generation_pb2.LogprobParams(output_top_k=1)},
+])  # fmt: skip
+async def test_a_stream_with_more_than_a_token_a_step_stays_a_row(fields: dict[str, Any]) -> None:
+    world = await stream_crowd(1)
+    handle = await world.join(None, 0, **fields)
+    world.book.with_stop_strings.clear()  # nobody scans here
+    for _ in range(2 * steady_rows.STEADY_AFTER):
+        world.commit(0)
+        assert world.book.choices[RequestKey(handle)].log._token_ids == world.made[handle]
+    assert world.num_column_commits > 0, "the other one's"
 
 
 async def test_few_rows_or_rows_that_want_text_scanned_stay_rows() -> None:
@@ -230,18 +296,20 @@ async def test_nothing_is_lost_or_told_twice(seed: int) -> None:
     rng = random.Random(seed)
     world = World()
     for _ in range(2 * steady_rows.MIN_ROWS + rng.randrange(20)):
-        await world.join(rng.choice([0, 0, 0, 1]), rng.choice([0, 0, 1]))
-    for _ in range(300):
+        await world.join(rng.choice([0, 0, 0, 1, None]), rng.choice([0, 0, 1]))
+    for _ in range(500):
         keys, lane = world.live_keys(), rng.randrange(NUM_LANES)
         if not keys:
             break
         key = rng.choice(keys)
-        match rng.choices(["commit", "take", "end", "cancel", "preempt", "lose", "read", "join"],
-                          [100, 90, 2, 2, 2, 1, 4, 2])[0]:  # fmt: skip
+        match rng.choices(["commit", "take", "stream", "end", "cancel", "preempt", "lose", "read", "join"],
+                          [100, 90, 80, 2, 2, 2, 1, 4, 2])[0]:  # fmt: skip
             case "commit":
                 world.commit(lane)
             case "take":
                 world.take(rng.randrange(2))
+            case "stream" if world.streams:
+                world.read(rng.choice(list(world.streams)))
             case "end" if world.keys[lane]:
                 world.commit(lane, [rng.choice(world.keys[lane])])
             case "cancel":
@@ -256,13 +324,17 @@ async def test_nothing_is_lost_or_told_twice(seed: int) -> None:
                     world.readers.pop(key).subscription.close()
             case "read":
                 world.readers[key] = Reader(world.book.choices[key].live)
+            case "join":
+                await world.join(rng.choice([0, 1, None]), lane)
             case _:
-                await world.join(rng.randrange(2), lane)
+                pass
     assert world.num_column_commits > 0
     for key in world.live_keys():
         world.cancel(key)
     for session in range(2):
         world.take(session)
+    for stream in world.streams:
+        world.read(stream)
     assert world.told == world.made
     assert world.ended == set(world.made)
     for key, reader in world.readers.items():

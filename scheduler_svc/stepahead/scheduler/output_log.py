@@ -16,6 +16,7 @@ from stepahead.scheduler.text.choice_text import ChoiceText
 
 if TYPE_CHECKING:
     from stepahead.scheduler.steady_rows import SteadyRows
+    from stepahead.scheduler.stream_rows import StreamRow
 
 MakeText = Callable[[], ChoiceText]
 
@@ -65,7 +66,7 @@ class OutputLog:
             make_text: makes the decoder of this choice; None: no text.
         """
         self._token_ids: list[int] = []
-        self.steady: SteadyRows | None = None
+        self.steady: SteadyRows | StreamRow | None = None
         """Columns with tokens that this log may lack. Who moves a cursor or ends the log leaves them first."""
         self.logprobs: list[TokenLogprobs] = []
         """As many as there are tokens, if the request asks for them."""

@@ -19,6 +19,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from stepahead.scheduler.delivery import MessageBudget, StreamWriter
+from stepahead.scheduler.stream_rows import StreamRows
 
 if TYPE_CHECKING:
     from stepahead.scheduler.core import RequestKey
@@ -37,7 +38,7 @@ MAX_UNTOLD_TOKENS = 2**16
 class LaneRows:
     """The rows that a lane commits, for as long as they stay the same."""
 
-    __slots__ = ("_asked", "_num_commits", "_rest", "choices", "keys", "steady")
+    __slots__ = ("_asked", "_num_commits", "_rest", "choices", "keys", "steady", "streams")
 
     def __init__(self, keys: list[RequestKey], choices: list[Choice | None]) -> None:
         """Starts without columns.
@@ -49,6 +50,7 @@ class LaneRows:
         self.keys = keys
         self.choices = choices
         self.steady: list[SteadyRows] = []
+        self.streams: StreamRows | None = None
         self._num_commits = 0
         self._rest: list[int] = []  # rows that are in no column, while there are columns
         self._asked: set[StreamWriter] = set()
@@ -56,9 +58,14 @@ class LaneRows:
     def commit(self, tokens: list[int], budget: MessageBudget) -> Iterable[tuple[Choice | None, int]]:
         """A step's tokens, one per row: those of steady rows are taken, the other rows' are returned."""
         self._num_commits += 1
-        if not self.steady:
+        if self._num_commits == STEADY_AFTER:
+            self.streams = StreamRows(self.choices, self._rest)
+            self._find_rest()
+        if not self.steady and (self.streams is None or not self.streams.members):
             return zip(self.choices, tokens, strict=True)
         rest = [(self.choices[index], tokens[index]) for index in self._rest]
+        if self.streams is not None:
+            self.streams.push(tokens, budget)
         for steady in list(self.steady):
             steady.push(tokens)
             budget.request(steady.writer)
@@ -95,12 +102,16 @@ class LaneRows:
 
     def _find_rest(self) -> None:
         taken = set(chain.from_iterable(steady.indexes for steady in self.steady))
-        self._rest = [index for index in range(len(self.choices)) if index not in taken]
+        if self.streams is not None:
+            taken.update(self.streams.members)
+        self._rest[:] = [index for index in range(len(self.choices)) if index not in taken]
 
     def dissolve(self) -> None:
         """The rows have changed."""
         for steady in list(self.steady):
             steady.dissolve()
+        if self.streams is not None:
+            self.streams.dissolve()
 
 
 class SteadyRows:
