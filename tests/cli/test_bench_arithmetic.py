@@ -110,3 +110,22 @@ def test_cpu_time_grows_with_work():
     while os.times().user + os.times().system < before + 0.05:
         sum(range(10_000))
     assert cpu_s(os.getpid()) > before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's own on Linux")
+def test_a_client_yields_its_cores_with_every_thread():
+    code = """
+import os, threading
+from stepahead.cli.bench_processes import yield_cores
+end = threading.Event()
+thread = threading.Thread(target=end.wait)
+thread.start()
+before = os.getpriority(os.PRIO_PROCESS, 0)
+yield_cores()
+for each in (threading.get_native_id(), thread.native_id):
+    is_nicer = os.getpriority(os.PRIO_PROCESS, each) > before or before > 9
+    print(is_nicer, os.sched_getscheduler(each) == os.SCHED_BATCH)
+end.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n" * 2

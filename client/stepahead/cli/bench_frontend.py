@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TypedDict, Unpack
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from stepahead.cli.bench_drive import PlannedRequest, drive
 from stepahead.cli.bench_load import LoadShape, make_request
-from stepahead.cli.bench_processes import ResourceWatch, resident_bytes
+from stepahead.cli.bench_processes import ResourceWatch, resident_bytes, yield_cores
 from stepahead.cli.bench_server import step_figures, watched_steps, workers_of
 from stepahead.cli.bench_stats import median_of
 from stepahead.cli.local_services import passing_log_dir, require_extras
@@ -25,9 +24,6 @@ from stepahead.cli.stack_view import ConsoleView
 
 STEADY_SHARE = 0.8
 """Of the sequences a worker may hold: where those who leave are missing, a step is a full one all the same."""
-
-CLIENT_NICENESS = 10
-"""The client shares the cores with the servers it measures; it must not take them from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +132,7 @@ async def measure(
     num_running = (options.max_num_seqs or 0) * options.workers
 
     async def body(ready: StackReady) -> None:
-        os.nice(CLIENT_NICENESS)
+        yield_cores()
         fresh_bytes = resident_bytes(ready.scheduler_pid)
         for crowd in crowds:
             await drive(
