@@ -108,6 +108,30 @@ async def test_a_drain_that_takes_too_long_cancels_what_is_left(tmp_path: Path) 
             assert await scheduler.wait() == 0
 
 
+@pytest.mark.parametrize("has_worker", [True, False])
+async def test_a_second_signal_ends_the_drain(tmp_path: Path, *, has_worker: bool) -> None:
+    """O6: whoever runs is told, whether a worker could still finish it or not."""
+    async with run("worker", *worker_arguments("toy:sleep?ms=20"), log=tmp_path / "worker.log") as worker:
+        flags = ["--listen", "127.0.0.1:0", "--worker", worker.address, "--drain-timeout", "3600"]
+        async with (
+            run("scheduler", *flags, log=tmp_path / "scheduler.log") as scheduler,
+            grpc.aio.insecure_channel(scheduler.address) as channel,
+        ):
+            client = Client(channel)
+            call = client.generation.Generate(request([1, 2], 500), timeout=60)
+            answer = Answer()
+            await read_events(call, "delta", answer)
+            if not has_worker:
+                await worker.kill()
+            scheduler.send_signal(signal.SIGTERM)
+            await client.healthy(NOT_SERVING)
+            await eventually(lambda: "draining" in scheduler.log)
+            scheduler.send_signal(signal.SIGINT)
+            await fold(call, answer)
+            assert (answer.code, answer.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+            assert await scheduler.wait() == 0
+
+
 @pytest.mark.parametrize("service", ["scheduler", "worker"])
 async def test_a_taken_port_is_named(service: str, tmp_path: Path) -> None:
     """A second server must fail, not steal connections."""

@@ -27,14 +27,21 @@ class Drainer:
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
-        self._idle = asyncio.Event()
+        self._over = asyncio.Event()
+        """Set when there is nothing left to wait for."""
         self._is_final = False
-        front_end.engine.book.on_idle = self._idle.set
+        self._in_haste = False
+        front_end.engine.book.on_idle = self._over.set
 
     async def stop(self, timeout_s: float) -> None:
         """The drain before the process ends; nothing takes it back."""
         self._is_final = True
         await self.drain(timeout_s)
+
+    def hurry(self) -> None:
+        """Waits no longer, now and from now on: what is left is cancelled, and told so."""
+        self._in_haste = True
+        self._over.set()
 
     async def drain(self, timeout_s: float | None) -> DrainResult:
         """Stops admission and waits; after `timeout_s` what is left is cancelled. None: waits for ever."""
@@ -43,17 +50,15 @@ class Drainer:
         self._front_end.draining = True
         num_live = len(requests)
         log.info("draining", num_live=num_live)
-        num_cancelled = 0
-        if requests:
-            self._idle.clear()
-            try:
+        if requests and not self._in_haste:
+            self._over.clear()
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
-            except TimeoutError:
-                num_cancelled = len(requests)
-                for live in list(requests.values()):
-                    engine.cancel(live, Unavailable("DRAINING", "the server stopped before the request ended"))
-        await self._flush()
+                    await self._over.wait()
+        num_cancelled = len(requests)
+        for live in list(requests.values()):
+            engine.cancel(live, Unavailable("DRAINING", "the server stopped before the request ended"))
+        await self._flush(1.0 if self._in_haste else 5.0)
         log.info("drained", num_finished=num_live - num_cancelled, num_cancelled=num_cancelled)
         return DrainResult(num_live - num_cancelled, num_cancelled)
 
@@ -67,7 +72,7 @@ class Drainer:
             raise Unavailable("DRAINING", "the server is stopping")
         self._front_end.draining = False
 
-    async def _flush(self, timeout_s: float = 5.0) -> None:
+    async def _flush(self, timeout_s: float) -> None:
         """Lets streams deliver their last messages: a stream ends by dropping its request from the registry."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

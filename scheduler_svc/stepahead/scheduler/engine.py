@@ -90,6 +90,9 @@ class Engine:
         self.gates.on_failed = self._plan_open_lanes
         self.links: dict[LaneId, WorkerLink] = {}
         """Lanes that are open."""
+        self.on_lane_opened: Callable[[], None] = lambda: None
+        self.no_lane_since_s = loop.time()
+        """When the last lane was lost, on the loop's clock; at first, when this began."""
         self.on_fatal: Callable[[Exception], None] = _raise
         """Called when a turn fails half-way: the process must end (rule O5)."""
         self._loop = loop
@@ -173,6 +176,7 @@ class Engine:
             "lane opened", worker=link.address, epoch=epoch, num_blocks=config.num_blocks, window_blocks=windows
         )
         self._plan_open_lanes()
+        self.on_lane_opened()
 
     def lose_lane(self, link: WorkerLink, reason: str) -> None:
         """The worker's state is void; its sequences continue elsewhere, or wait for a worker."""
@@ -186,7 +190,9 @@ class Engine:
         self.book.note_preempted(preempted)
         if self.links:
             self._plan_open_lanes()
-        elif self.book.requests:
+            return
+        self.no_lane_since_s = self._loop.time()
+        if self.book.requests:
             self._lane_wait_timer = self._loop.call_later(self.settings.lane_wait_s, self._give_up_waiting)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from stepahead.scheduler.errors import (
     Unavailable,
 )
 from stepahead.scheduler.live_request import Choice, LiveRequest, RequestTimes, now_ns
+from stepahead.scheduler.newcomers import Name, Newcomers
 from stepahead.scheduler.output_log import MakeText, OutputLog
 from stepahead.scheduler.served_model import ServedModel
 from stepahead.scheduler.settings import Settings
@@ -45,9 +46,6 @@ MAX_REMEMBERED_IDS = 4096
 MAX_RETAINED = 1024
 """Ended requests whose answer waits for somebody to come back for it; the oldest go first."""
 
-Name = tuple[str, str]
-"""Tenant and public id."""
-
 
 class FrontEnd:
     """The registry of public request ids, and the door."""
@@ -56,7 +54,8 @@ class FrontEnd:
         self.engine = engine
         self.cluster = cluster
         self.settings = settings
-        self.draining = False
+        self.newcomers = Newcomers(engine, settings)
+        self._draining = False
         self.live: dict[Name, LiveRequest] = {}
         """Until the last stream of the request is gone and nobody may come back for it."""
         self.empty = asyncio.Event()
@@ -70,6 +69,17 @@ class FrontEnd:
         """Requests whose prompt is being tokenized or whose constraint is being compiled."""
         self._cancelled_early: set[Name] = set()
         """Those among them that a Cancel has named (rule F1)."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is accepted."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        if draining:
+            self.newcomers.release()
 
     # -------------------------------------------------------------------------------------------- ways in
 
@@ -113,8 +123,12 @@ class FrontEnd:
             default_max_tokens=self.settings.default_max_tokens,
             has_priorities=self.settings.ordering is Ordering.PRIORITY,
         )
-        # Tokenizing and compiling may have let another request with the same id in.
         compiled = await self._compile(accepted.constraint) if accepted.constraint is not None else None
+        if time_remaining_s is not None:
+            accepted = _with_deadline(accepted, time_remaining_s)
+        if not self.engine.links:
+            await self._wait_for_worker(accepted, caller, request.request_id, received_ns)
+        # Tokenizing, compiling and waiting may have let another request with the same id in.
         known = self._known(caller, accepted.request_id, digest)
         if known is not None:
             return known
@@ -122,8 +136,6 @@ class FrontEnd:
             raise Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
         if (caller.tenant, request.request_id) in self._cancelled_early:
             raise RequestCancelled("the request was cancelled before it was accepted")
-        if time_remaining_s is not None:
-            accepted = _with_deadline(accepted, time_remaining_s)
         make_text = text_maker(accepted, model)
         live = LiveRequest(
             accepted=accepted,
@@ -141,6 +153,19 @@ class FrontEnd:
         self._forget(name)  # an ended request whose id is used again
         self.live[name] = live
         return live
+
+    async def _wait_for_worker(
+        self, accepted: AcceptedRequest, caller: Caller, request_id: str, received_ns: int
+    ) -> None:
+        """For one that was lost. Whoever drains or cancels meanwhile ends the wait."""
+        limits_ms = [limit for limit in (accepted.timeout_ms, accepted.queue_timeout_ms) if limit is not None]
+        passed_s = (now_ns() - received_ns) / 1e9
+        now_s = asyncio.get_running_loop().time()
+        await self.newcomers.wait_for_worker(
+            (caller.tenant, request_id),
+            accepted.num_choices,
+            deadline_s=now_s - passed_s + min(limits_ms) / 1000 if limits_ms else None,
+        )
 
     async def _compile(self, spec: ConstraintSpec) -> CompiledConstraint:
         """The grammar, before anything is promised: a bad one is the client's error (rule I6)."""
@@ -260,6 +285,7 @@ class FrontEnd:
         live = self.live.get(name)
         if live is None and request_id and name in self._accepting:
             self._cancelled_early.add(name)
+            self.newcomers.release(name)
             return generation_pb2.CANCEL_OUTCOME_CANCELLED
         if live is None:
             known = name in self._ended

@@ -51,7 +51,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             scheduler_instance_id=cluster.instance_id,
             model=cluster.model.name if cluster.model else "",
             state=self._state(),
-            num_waiting=len(core.waiting),
+            num_waiting=len(core.waiting) + front_end.newcomers.num_waiting,
             num_running=core.num_running,
             workers=[self._worker(link) for link in cluster.links],
             totals=operations_pb2.Totals(

@@ -96,11 +96,18 @@ class Server:
         self.cluster.start()
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and stops."""
+        """Serves until SIGTERM or SIGINT, then drains and stops. A second one ends the drain."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if stop.is_set():
+                log.info("stopping at once")
+                self.drainer.hurry()
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, on_signal)
         watcher = asyncio.create_task(self._watch_readiness())
         await stop.wait()
         watcher.cancel()

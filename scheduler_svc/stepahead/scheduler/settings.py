@@ -36,7 +36,9 @@ class Settings:
     """Budget of stream messages: each costs some 30 us of the loop that also plans steps."""
     drain_timeout_s: float = 30.0
     lane_wait_s: float = 120.0
-    """How long requests wait for a worker when there is none."""
+    """How long accepted requests wait for a worker when there is none."""
+    worker_wait_s: float = 30.0
+    """How long a new request waits for a lost worker to come back; `lane_wait_s` bounds it too."""
     max_step_s: float = 120.0
     """A step that runs longer is a hang: the worker's session is closed."""
     keepalive_s: float = 10.0
@@ -126,6 +128,12 @@ def options(function: FunctionT) -> FunctionT:
             _option("--messages-per-second", type=click.IntRange(100), default=4000, help="Stream budget."),
             _option("--drain-timeout", type=Seconds(), default=30.0, help="Seconds."),
             _option("--lane-wait", type=Seconds(), default=120.0, help="Seconds without a worker."),
+            _option(
+                "--worker-wait",
+                type=Seconds(),
+                default=30.0,
+                help="Seconds a new request waits for a lost worker; 0: refused at once.",
+            ),
             _option("--max-step", type=Seconds(0.1), default=120.0, help="Seconds a step may run."),
             _option("--keepalive", type=Seconds(0.1), default=10.0, help="Seconds of stream silence."),
             _option("--record-steps", is_flag=True, help="Keep plans and boundaries for GetTimeline (labs)."),
@@ -171,6 +179,7 @@ def from_options(values: dict[str, object]) -> Settings:
         messages_per_second=_int(values["messages_per_second"]),
         drain_timeout_s=_float(values["drain_timeout"]),
         lane_wait_s=_float(values["lane_wait"]),
+        worker_wait_s=_float(values["worker_wait"]),
         max_step_s=_float(values["max_step"]),
         keepalive_s=_float(values["keepalive"]),
         record_steps=bool(values["record_steps"]),

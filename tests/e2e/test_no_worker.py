@@ -1,0 +1,109 @@
+"""New requests while the only worker is away: they wait for it as accepted ones do, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from stepahead.v1 import generation_pb2, operations_pb2
+from tests.e2e.processes import free_port
+from tests.e2e.stack import Stack, eventually, fold, request, serve_scheduler, serve_worker
+from tests.e2e.tagged_oracle import expected
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "toy:tagged"
+
+
+@asynccontextmanager
+async def without_its_worker(**fields: Any) -> AsyncIterator[tuple[Stack, int]]:
+    """A scheduler that had a worker, and the port where it looks for it."""
+    port = free_port()
+    async with AsyncExitStack() as exits, AsyncExitStack() as exit_worker:
+        # A worker that still loads would be asked again seconds later.
+        await exit_worker.enter_async_context(serve_worker(MODEL, port=port))
+        stack = await exits.enter_async_context(serve_scheduler(f"127.0.0.1:{port}", **fields))
+        await eventually(lambda: bool(stack.server.engine.links))
+        await exit_worker.aclose()
+        await eventually(lambda: not stack.server.engine.links)
+        yield stack, port
+
+
+async def waiting(stack: Stack, count: int) -> None:
+    """Until this many newcomers wait."""
+
+    async def is_so() -> bool:
+        return (await stack.status()).num_waiting == count
+
+    await eventually(is_so)
+
+
+async def test_newcomers_wait_for_the_worker_to_come_back() -> None:
+    """O1, O4: nobody is refused, and readiness says that nothing runs."""
+    messages = [request([index, 7], 20, request_id=f"r{index}") for index in range(5)]
+    async with without_its_worker() as (stack, port):
+        answers = [asyncio.create_task(stack.answer(message)) for message in messages[:4]]
+        multiplex: Any = stack.generation.Multiplex()
+        submit = generation_pb2.MultiplexSubmit(handle=1, request=messages[4])
+        await multiplex.write(generation_pb2.MultiplexRequest(submit=submit))
+        await multiplex.done_writing()
+        await waiting(stack, 5)
+        status = await stack.status()
+        assert (status.state, status.num_running) == (operations_pb2.SCHEDULER_STATE_NOT_READY, 0)
+        async with serve_worker(MODEL, port=port):
+            for message, task in zip(messages, answers, strict=False):
+                answer = await task
+                assert answer.ok, answer
+                assert answer.token_ids == expected(message)
+            async for response in multiplex:
+                assert not response.failures
+            await stack.assert_quiescent()
+            assert (await stack.status()).totals.requests_finished == 5
+
+
+async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
+    """F4, O1: its own deadlines, the server's option and the time after which a worker is given up."""
+    async with without_its_worker() as (stack, _):
+        queue: dict[str, Any] = {"queue_timeout_ms": 20}
+        for timeouts in ({"timeout_ms": 20}, queue, {"timeout_ms": 60_000} | queue):
+            late = await stack.answer(request([1], 1, **timeouts))
+            assert (late.code, late.error_info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
+            assert late.error_info.metadata["phase"] == "queue"
+    for fields in ({"worker_wait_s": 0.02}, {"lane_wait_s": 0.02}):
+        async with without_its_worker(**fields) as (stack, _):
+            refused = await stack.generate([1], 1)
+            assert (refused.code, refused.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
+
+
+async def test_no_more_newcomers_wait_than_the_queue_holds() -> None:
+    """O3: each choice takes a place."""
+    async with without_its_worker(max_waiting_requests=3) as (stack, _):
+        held = stack.open(request([1], 1, num_choices=2))
+        await waiting(stack, 2)
+        full = await stack.generate([1], 1, num_choices=2)
+        assert (full.code, full.error_info.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        fits = stack.open(request([1], 1))
+        await waiting(stack, 3)
+        for call in (held, fits):
+            call.cancel()
+        await waiting(stack, 0)
+
+
+async def test_cancel_and_drain_end_the_wait() -> None:
+    """F1, O6: both answer at once."""
+    async with without_its_worker() as (stack, _):
+        named = asyncio.create_task(stack.answer(request([1], 1, request_id="named")))
+        other = stack.open(request([1], 1, request_id="other"))
+        await waiting(stack, 2)
+        cancelled = await stack.generation.Cancel(generation_pb2.CancelRequest(request_ids=["named"]))
+        assert cancelled.outcomes == [generation_pb2.CANCEL_OUTCOME_CANCELLED]
+        assert (await named).code is grpc.StatusCode.CANCELLED
+        await waiting(stack, 1)
+        await stack.operations.Drain(operations_pb2.DrainRequest())
+        refused = await fold(other)
+        assert (refused.code, refused.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
