@@ -1,8 +1,9 @@
 """A tiny service for tests of supervision: python fake_service.py ROLE MODE JOURNAL [flags of a real service].
 
 It appends what happens to it to JOURNAL, one line each. Modes: ok; fail (gives up while loading); die (ends
-by itself once DIE is in the journal); deaf (never ready, ignores SIGTERM); sour (exit code 5
-when stopped); fade (fails once FAIL is in the journal); refuse (a scheduler that takes no worker, and goes on).
+by itself once DIE is in the journal); deaf (never ready, ignores SIGTERM); slow (ready, ignores SIGTERM); drains
+(ends with the second SIGTERM); sour (exit code 5 when stopped); fade (fails once FAIL is in the journal); refuse
+(a scheduler that takes no worker, and goes on).
 """
 
 import json
@@ -27,7 +28,9 @@ def announce(**event: object) -> None:
 
 def on_term(signal_number: int, frame: object) -> None:
     note("SIGTERM")
-    if mode != "deaf":
+    if mode == "drains" and journal.read_text().count(f"{role} SIGTERM") < 2:
+        return
+    if mode not in ("deaf", "slow"):
         sys.exit(5 if mode == "sour" else 0)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from stepahead.cli import stack as stack_module
 from stepahead.cli.announcements import Progress
 from stepahead.cli.failures import StackError, StackInterrupted
 from stepahead.cli.restarts import RestartPolicy, Restarts
@@ -44,6 +45,9 @@ class RecordingView:
 
     def worker_lost(self, error: StackError) -> None:
         self.seen.append(f"lost: {error.message}")
+
+    def failed(self, error: StackError) -> None:
+        self.seen.append(f"failed: {error.message}")
 
     def stopping(self) -> None:
         self.seen.append("stopping")
@@ -300,7 +304,9 @@ async def test_under_nohup_a_closed_terminal_does_not_stop_it(services: Services
         signal.signal(signal.SIGHUP, before)
 
 
-async def test_second_signal_kills_a_child_that_hangs(services: Services):
+async def test_second_signal_kills_a_child_that_hangs(services: Services, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stack_module, "_HASTE_S", 0.2)
+
     async def interrupt_twice() -> None:
         while not services.lines():  # noqa: ASYNC110 - another process writes the line
             await asyncio.sleep(0.01)
@@ -314,7 +320,39 @@ async def test_second_signal_kills_a_child_that_hangs(services: Services):
     await interrupter
     assert caught.value.killed
     assert not caught.value.served
-    assert services.ends() == ["worker SIGTERM"]
+    assert set(services.ends()) == {"worker SIGTERM"}
+
+
+async def test_second_signal_cuts_a_drain_short_and_the_third_kills(services: Services):
+    async def body(ready: StackReady) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    async def go_on() -> None:
+        await services.until("scheduler SIGTERM")
+        os.kill(os.getpid(), signal.SIGTERM)
+        while services.ends().count("scheduler SIGTERM") < 2:  # noqa: ASYNC110 - another process writes the line
+            await asyncio.sleep(0.01)  # told again, it may tell its requests
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    interrupter = asyncio.create_task(go_on())
+    with pytest.raises(StackInterrupted) as caught:
+        await run_stack(services.stack(scheduler="slow"), body)
+    await interrupter
+    assert (caught.value.killed, caught.value.served, caught.value.exit_code) == (True, True, 130)
+
+
+async def test_who_cannot_finish_is_not_waited_for(services: Services):
+    """The reason comes first, then the end: a scheduler that drains is told a second time."""
+
+    async def body(ready: StackReady) -> None:
+        os.kill(services.worker_pids()[0], signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    with pytest.raises(StackError, match="worker was ended by SIGKILL"):
+        await run_stack(services.stack(scheduler="drains", drain_timeout=3600.0), body)
+    assert services.view.seen[-1] == "failed: worker was ended by SIGKILL"
+    assert services.ends() == ["scheduler SIGTERM", "scheduler SIGTERM"]
 
 
 async def test_malformed_announcement_is_an_error(tmp_path: Path):
@@ -420,5 +458,14 @@ def test_stack_error_shows_log_message_and_advice():
     show_stack_error(console, error)
     lines = console.export_text().splitlines()
     assert lines == [
-        "  | [red] is no markup", "error: worker exited with code 3", "also: and that", "do this",
+        "  | [red] is no markup", "error: worker exited with code 3", "do this", "also: and that",
+    ]  # fmt: skip
+    error = StackError("worker exited with code 3", log_lines=["a line"], advice="do this")
+    quiet = ConsoleView(Console(width=100, record=True, file=io.StringIO(), quiet=True))
+    quiet.failed(error)
+    ConsoleView(console).failed(error)
+    error.add_note("and that")
+    show_stack_error(console, error)
+    assert console.export_text().splitlines() == [
+        "  | a line", "error: worker exited with code 3", "do this", "also: and that",
     ]  # fmt: skip

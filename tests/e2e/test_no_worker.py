@@ -67,7 +67,7 @@ async def test_newcomers_wait_for_the_worker_to_come_back() -> None:
 
 
 async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
-    """F4, O1: its own deadlines, the server's option and the time after which a worker is given up."""
+    """F8, O1: its own deadlines, the server's option and the time after which a worker is given up."""
     async with without_its_worker() as (stack, _):
         queue: dict[str, Any] = {"queue_timeout_ms": 20}
         for timeouts in ({"timeout_ms": 20}, queue, {"timeout_ms": 60_000} | queue):
@@ -81,7 +81,7 @@ async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
 
 
 async def test_no_more_newcomers_wait_than_the_queue_holds() -> None:
-    """O3: each choice takes a place."""
+    """F8: each choice takes a place."""
     async with without_its_worker(max_waiting_requests=3) as (stack, _):
         held = stack.open(request([1], 1, num_choices=2))
         await waiting(stack, 2)
@@ -95,7 +95,7 @@ async def test_no_more_newcomers_wait_than_the_queue_holds() -> None:
 
 
 async def test_cancel_and_drain_end_the_wait() -> None:
-    """F1, O6: both answer at once."""
+    """F1, F4, O6: both answer at once."""
     async with without_its_worker() as (stack, _):
         named = asyncio.create_task(stack.answer(request([1], 1, request_id="named")))
         other = stack.open(request([1], 1, request_id="other"))

@@ -48,12 +48,14 @@ class StackError(Exception):
         self.exit_code = exit_code
         self.log_lines = tuple(log_lines)
         self.advice = advice
+        self.is_shown = False
+        """Whether the user has seen it already."""
 
 
 class StackInterrupted(Exception):
     """The user asked the locally started services to stop.
 
-    `signal_number` says how, `killed` that they asked twice, `served` that everything had started before.
+    `signal_number` says how, `killed` that they asked again, `served` that everything had started before.
     """
 
     def __init__(self, signal_number: int, *, killed: bool, served: bool) -> None:

@@ -26,6 +26,10 @@ _LAST_WORDS_S = 0.5
 # How long a service may take to end beyond what it was told, before it is killed.
 _STOP_GRACE_S = 10.0
 
+# The same where nothing is waited for; and when to say so again to a scheduler that has begun to drain.
+_HASTE_S = 2.0
+_SECOND_SIGNAL_S = 0.2
+
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -72,6 +76,10 @@ class StackView(Protocol):
         """A worker that was started again takes work."""
         ...
 
+    def failed(self, error: StackError) -> None:
+        """The stack ends because of this."""
+        ...
+
     def stopping(self) -> None:
         """The stack stops, which may take as long as the accepted requests do."""
         ...
@@ -105,6 +113,7 @@ class Stack:
         self._workers: list[Child] = []
         self._addresses: list[str] = []
         self._scheduler: Child | None = None
+        self._is_failed = False
 
     async def start(self) -> StackReady:
         """Starts everything and waits until it serves. Raises StackError; call `stop` in any case."""
@@ -171,13 +180,32 @@ class Stack:
 
     async def stop(self) -> None:
         """Stops the scheduler, then the workers. Raises StackError if one had to be killed or failed."""
-        if self._scheduler is not None and self._scheduler.running:
+        if self._scheduler is not None and self._scheduler.running and not self._is_failed:
             self._view.stopping()
         scheduler = [] if self._scheduler is None else [self._scheduler]
         problems = await self._stop_children(scheduler, self._options.drain_timeout + _STOP_GRACE_S)
         problems += await self._stop_children(self._workers, _STOP_GRACE_S)
         if problems:
             raise StackError("; ".join(problems))
+
+    async def stop_after(self, error: Exception) -> None:
+        """Says why and stops without waiting for requests. `error` gets a note of what goes wrong meanwhile."""
+        self._is_failed = True
+        if isinstance(error, StackError):
+            self._view.failed(error)
+        haste = asyncio.get_running_loop().call_later(_SECOND_SIGNAL_S, self.hurry)
+        try:
+            await self.stop()
+        except StackError as later:
+            error.add_note(later.message)
+        finally:
+            haste.cancel()
+
+    def hurry(self) -> None:
+        """Cuts a stop short: the scheduler tells its requests that they end; what hangs is killed."""
+        for child in self._children():
+            child.send_signal(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(_HASTE_S, self.kill)
 
     def kill(self) -> None:
         """Ends everything at once."""
@@ -237,8 +265,9 @@ class Stack:
 async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -> _T:
     """Starts the stack, runs `body` while it serves, and stops it.
 
-    The first SIGINT, SIGTERM or SIGHUP cancels `body` and stops the stack in order, the second kills it; both
-    end in StackInterrupted. A child that ends by itself cancels `body` and ends in StackError.
+    The first SIGINT, SIGTERM or SIGHUP cancels `body` and stops the stack in order, the second does not wait for
+    requests, the third kills it; all end in StackInterrupted. A child that ends by itself cancels `body` and ends
+    in StackError.
     """
     served = False
 
@@ -256,6 +285,8 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
         received.append(number)
         if len(received) == 1:
             work.cancel()
+        elif len(received) == 2:
+            stack.hurry()
         else:
             stack.kill()
 
@@ -272,21 +303,13 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
             raise
         raise StackInterrupted(received[0], killed=len(received) > 1, served=served) from None
     except Exception as error:
-        await _stop_after(error, stack)
+        await stack.stop_after(error)
         raise
     else:
         return result
     finally:
         for signal_number in stop_signals:
             loop.remove_signal_handler(signal_number)
-
-
-async def _stop_after(error: Exception, stack: Stack) -> None:
-    """Stops the stack without losing the error that made it stop."""
-    try:
-        await stack.stop()
-    except StackError as later:
-        error.add_note(later.message)
 
 
 async def _watch(children: Sequence[Child]) -> None:

@@ -87,6 +87,12 @@ class ConsoleView:
         """Says that the worker takes work again."""
         self._console.print(f"{name} serves again", style="bold yellow")
 
+    def failed(self, error: StackError) -> None:
+        """Says why it ends, before what ends with it does."""
+        self._progress.stop()
+        if not self._console.quiet:
+            show_stack_error(self._console, error)
+
     def stopping(self) -> None:
         """Says what is waited for."""
         self._progress.stop()
@@ -156,11 +162,13 @@ def _size(num_bytes: int) -> str:
 
 
 def show_stack_error(console: Console, error: StackError) -> None:
-    """Says which service failed, its last log lines and what to do next."""
-    for line in error.log_lines:
-        console.print(f"  | {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"error: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    """Says which service failed, its last log lines and what to do next; a second time, what has come since."""
+    if not error.is_shown:
+        for line in error.log_lines:
+            console.print(f"  | {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"error: {error.message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        if error.advice:
+            console.print(error.advice, markup=False, highlight=False, soft_wrap=True)
+    error.is_shown = True
     for note in getattr(error, "__notes__", ()):
         console.print(f"also: {note}", markup=False, highlight=False, soft_wrap=True)
-    if error.advice:
-        console.print(error.advice, markup=False, highlight=False, soft_wrap=True)

@@ -31,8 +31,8 @@ def up(listen: str, log_dir: Path | None, *, verbose: bool, **arguments: Unpack[
 
     A worker that ends by itself is started again, up to 5 times in a row; accepted requests wait for it meanwhile.
 
-    Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends it at
-    once. Exit code 0 after requests have finished in order, 130 (SIGTERM: 143) if it was interrupted before it
+    Ctrl-C stops them in order: accepted requests finish, then everything ends. A second Ctrl-C ends the requests
+    at once. Exit code 0 after requests have finished in order, 130 (SIGTERM: 143) if it was interrupted before it
     served.
     """
     require_extras("scheduler", "worker")
