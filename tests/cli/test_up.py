@@ -79,6 +79,10 @@ def test_a_chosen_log_folder_stays(up, tmp_path):
         ("--kv-cache-bytes", "0", "at least 1 byte"),
         ("--overlap", "9", "'9' is not on, off or a depth from 0 to 8"),
         ("--overlap", "-1", "is not on, off or a depth"),
+        ("--model", "", "'' does not exist"),
+        ("--model", "/nope", "'/nope' does not exist"),
+        ("--model", "./nope", "'./nope' does not exist"),
+        ("--model", "nope.gguf", "'nope.gguf' does not exist"),
     ],
 )
 def test_wrong_values_are_usage_errors_that_name_the_option(stepahead, command, option, value, said):

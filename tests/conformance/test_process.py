@@ -149,20 +149,22 @@ async def test_sigterm_while_weights_load_ends_with_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "flags", "message"),
+    ("model", "flags", "message", "exit_code"),
     [
-        ("make_unloadable()", (), "no such model"),
-        ("FakeRunner()", ("--max-model-len", "65"), "--max-model-len 65 is more than the 64 positions"),
-        ("FakeRunner()", ("--num-kv-blocks", "1", "--max-model-len", "32"), "lower --max-model-len"),
-        ("1 / 0", (), "the model could not be loaded; see the worker's log"),
+        ("make_unloadable()", (), "no such model", 1),
+        ("FakeRunner()", ("--max-model-len", "65"), "--max-model-len 65 is more than the 64 positions", 2),
+        ("FakeRunner()", ("--num-kv-blocks", "1", "--max-model-len", "32"), "lower --max-model-len", 2),
+        ("1 / 0", (), "the model could not be loaded; see the worker's log", 1),
     ],
 )
-async def test_a_failed_start_says_why_and_exits_with_one(model: str, flags: tuple[str, ...], message: str) -> None:
+async def test_a_failed_start_says_why_and_whose_fault_it_is(
+    model: str, flags: tuple[str, ...], message: str, exit_code: int
+) -> None:
     async with worker_process(model, *flags) as worker:
         event = (await worker.announcements("failed"))[-1]
         assert event["event"] == "failed"
         assert message in event["message"]
-        assert await worker.exit_code() == 1
+        assert await worker.exit_code() == exit_code
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,8 @@ def test_a_worker_that_is_killed_comes_back_and_its_requests_go_on(up):
 
 def test_unknown_model_says_why(tmp_path):
     result = run("up", "--model", "toy:nothing", "--listen", "127.0.0.1:0", "--log-dir", str(tmp_path))
-    assert result.returncode == 1
-    assert "'nothing' does not exist" in result.stderr
+    assert result.returncode == 2
+    assert "--model toy:nothing: 'nothing' does not exist" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,9 @@ def test_unknown_model_says_why(tmp_path):
         (("--num-kv-blocks", "9", "--kv-cache-bytes", "1MiB"), "--num-kv-blocks and --kv-cache-bytes say the same"),
         (("--max-num-seqs", "600"), "--max-num-batched-tokens 512 is below --max-num-seqs 600: a decode step"),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size 2: --model toy:score-table computes on one rank"),
+        (("--kv-cache-bytes", "1000TiB"), "--kv-cache-bytes: the KV cache needs 1099511627776000 bytes, and "),
+        (("--num-kv-blocks", "2147483647"), "--num-kv-blocks 2147483647: the KV cache needs "),
+        (("--max-model-len", "999999999"), "--max-model-len 999999999 is more than the 4096 positions "),
     ],
 )
 def test_options_that_contradict_each_other_are_usage_errors(tmp_path, options, message):

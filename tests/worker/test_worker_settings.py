@@ -9,8 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from stepahead.worker.cache_sizing import size_cache, step_limits
-from stepahead.worker.errors import ModelError
+from stepahead.worker.cache_sizing import refuse_larger, size_cache, step_limits
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.settings import (
     WorkerSettings,
     parse_listen,
@@ -194,8 +194,23 @@ def test_sequences_get_shorter_before_the_start_fails() -> None:
 def test_a_cache_that_cannot_hold_one_sequence_is_refused(
     fields: dict[str, Any], available: int, message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as caught:
         size_cache(free(**fields), FACTS, available)
+    assert isinstance(caught.value, OptionRefused) is bool(fields), (
+        "without options it is the machine that is small"
+    )
+
+
+@pytest.mark.parametrize("option", ["num_kv_blocks", "kv_cache_bytes"])
+def test_a_cache_larger_than_the_memory_is_refused_with_both_sizes(option: str) -> None:
+    block_bytes = 4 * FACTS.kv_bytes_per_token
+    settings = free(**{option: 10 if option == "num_kv_blocks" else 10 * block_bytes})
+    shape = size_cache(settings, FACTS, 0)
+    refuse_larger(settings, shape, FACTS, 10 * block_bytes)
+    named = f"--{option.replace('_', '-')} {getattr(settings, option)}"
+    match = f"{named}: the KV cache needs {10 * block_bytes} bytes, and {10 * block_bytes - 1} bytes of memory are"
+    with pytest.raises(OptionRefused, match=match):
+        refuse_larger(settings, shape, FACTS, 10 * block_bytes - 1)
 
 
 def test_a_model_without_cache_needs_blocks_not_bytes() -> None:

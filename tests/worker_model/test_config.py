@@ -6,7 +6,7 @@ import pytest
 
 from stepahead.kernels.reference.attention import LayerAttention
 from stepahead.kernels.reference.rope import LinearScaling, Llama3Scaling, YarnScaling
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.config import parse_config, read_config
 from stepahead.worker.model.families import FAMILIES
 from stepahead.worker.model.registry import make_runner
@@ -200,9 +200,9 @@ def test_directory_without_weights(tmp_path):
 
 
 def test_specifications_that_name_nothing(tmp_path, monkeypatch):
-    with pytest.raises(ModelError, match="a model is a directory"):
+    with pytest.raises(OptionRefused, match=r"--model .*a model is a directory"):
         load(tmp_path / "absent")
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(OptionRefused, match=r"--model .*absent\.gguf: no such file"):
         load(tmp_path / "absent.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"not a gguf file at all, but long enough to be read")
     with pytest.raises(ModelError, match="cannot be read as GGUF"):

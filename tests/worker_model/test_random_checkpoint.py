@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.checkpoint import open_checkpoint
 from stepahead.worker.model.random_checkpoint import RandomCheckpoint
 from stepahead.worker.model.registry import make_runner
@@ -27,6 +27,16 @@ def test_the_tiny_one_generates_the_same_every_time():
         outputs.append(seq.outputs)
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0])) > 2
+
+
+def test_a_length_beyond_the_model_is_refused_before_weights_are_read():
+    read: list[int] = []
+    runner = make_runner("random:llama-tiny", threads=1, kernels="torch", max_model_len=10**9)
+    with pytest.raises(
+        OptionRefused, match=r"--max-model-len 1000000000 is more than the [0-9]+ positions random:"
+    ):
+        runner.load(lambda what, done, total: read.append(done))
+    assert not read
 
 
 def test_layers_differ():

@@ -12,7 +12,7 @@ import torch
 
 from stepahead.kernels.block_tables import GroupLayout
 from stepahead.kernels.ops import StepLayout
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.blank_steps import largest_chunks
 from stepahead.worker.model.checkpoint import open_checkpoint
 from stepahead.worker.model.config import read_config
@@ -124,7 +124,7 @@ def test_four_ranks_with_two_kv_heads_are_the_whole(tiny, variant):
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_by_name(tiny, variant, size, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(OptionRefused, match=message):
         shard_config(read_config(tiny(variant).path), size)
 
 

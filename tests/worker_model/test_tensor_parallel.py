@@ -130,7 +130,7 @@ def test_ranks_with_different_models_refuse_to_start(tiny, pair):
 
 def test_a_rank_that_cannot_load_is_named(tiny, pair, tmp_path):
     """Whichever it is, the other one does not wait for it."""
-    with pytest.raises(ModelError, match=f"rank 1: model '{tmp_path}/none' is nothing that exists here"):
+    with pytest.raises(ModelError, match=f"rank 1: --model '{tmp_path}/none' is nothing that exists here"):
         load_different(pair, tiny("llama-mha").path, tmp_path / "none")
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(tiny("llama-mha").path / name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import OptionRefused
 from stepahead.worker.model.registry import make_runner
 from stepahead.worker.runner import NO_POSITION, SampleStatus
 from stepahead.worker.toy.paged_integers import POISON
@@ -248,7 +248,7 @@ def cached(driver, seq):
     ],
 )
 def test_bad_specifications_are_named(spec, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(OptionRefused, match=message):
         make_runner(spec)
 
 

@@ -171,6 +171,21 @@ class ListenAddress(click.ParamType[str]):
         return text
 
 
+class ModelName(click.ParamType[str]):
+    """What the worker loads; the text is passed on."""
+
+    name = "DIR|FILE.gguf|HUB_ID|toy:NAME"
+
+    @override
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuses a path to nothing; what a folder holds and what a name means is the worker's to say."""
+        text = str(value)
+        is_path = text.endswith(".gguf") or text.startswith(("/", "./", "../", "~"))
+        if not text or (is_path and not Path(text).expanduser().exists()):
+            self.fail(f"{text!r} does not exist", param, ctx)
+        return text
+
+
 class StackArguments(TypedDict):
     """The values of `stack_options`, for StackOptions."""
 
@@ -306,7 +321,8 @@ def stack_options(*, default_model: str | None = None) -> Callable[[_Callback], 
                     "--model",
                     required=default_model is None,
                     default=default_model,
-                    metavar="DIR|FILE.gguf|HUB_ID|toy:NAME",
+                    type=ModelName(),
+                    metavar=ModelName.name,
                     help="What to serve.",
                 ),
                 click.option("--workers", type=click.IntRange(1, 64), default=1, help="Worker processes."),

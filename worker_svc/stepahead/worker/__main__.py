@@ -1,7 +1,7 @@
 """`python -m stepahead.worker`: the composition root of the worker process.
 
-Exit codes: 0 after SIGTERM or SIGINT, 1 if the model cannot be loaded or the address not bound, 2 for wrong
-flags, 70 if the device thread or the host thread failed or a rank was lost.
+Exit codes: 0 after SIGTERM or SIGINT, 1 if the model cannot be loaded or the address not bound, 2 for flags that
+are wrong, or wrong for this model or machine, 70 if the device thread or the host thread failed or a rank was lost.
 
 With --tensor-parallel-size N this is rank 0 and starts the others, or the rank that RANK names (`ranks.place`).
 """
@@ -22,7 +22,8 @@ import uvloop
 
 from stepahead.worker.announce import Announcer
 from stepahead.worker.device_stream import CpuStream
-from stepahead.worker.errors import ModelError, RankLost
+from stepahead.worker.errors import ModelError, OptionRefused, RankLost
+from stepahead.worker.host_memory import available_memory_bytes
 from stepahead.worker.launch_stream import LaunchStream
 from stepahead.worker.logs import configure_logs
 from stepahead.worker.ranks.followers import Followers
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from stepahead.worker.settings import WorkerSettings
 
 EXIT_LOAD_FAILED = 1
+EXIT_REFUSED = 2
 EXIT_THREAD_FAILED = 70
 LAST_WORDS_S = 2.0
 """How long the end of another rank waits for this one to say why."""
@@ -58,6 +60,7 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
     announce_fd: int | None = options["announce_fd"]
     try:
         settings = settings_from_options(options)
+        _refuse_impossible_cache(settings)
     except click.UsageError as error:
         Announcer(announce_fd).failed(error.format_message())
         raise
@@ -73,6 +76,16 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
         logging.shutdown()
         os._exit(exit_code)
     sys.exit(exit_code)
+
+
+def _refuse_impossible_cache(settings: WorkerSettings) -> None:
+    """Before a model is loaded: a cache that does not fit without one. Raises `click.UsageError`."""
+    available_bytes = available_memory_bytes()
+    if settings.device == "cpu" and (settings.kv_cache_bytes or 0) > available_bytes:
+        raise click.UsageError(
+            f"--kv-cache-bytes: the KV cache needs {settings.kv_cache_bytes} bytes, and {available_bytes} bytes of "
+            f"memory are available"
+        )
 
 
 def _place(settings: WorkerSettings) -> RankPlace | None:
@@ -167,7 +180,7 @@ async def _serve_scheduler(
     except (ModelError, RankLost) as error:
         announcer.failed(str(error))
         log.error("worker_failed_to_start", detail=str(error))
-        exit_code = EXIT_LOAD_FAILED
+        exit_code = EXIT_REFUSED if isinstance(error, OptionRefused) else EXIT_LOAD_FAILED
     except Exception:
         announcer.failed("the model could not be loaded; see the worker's log")
         log.exception("worker_failed_to_start")
@@ -248,7 +261,13 @@ def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:
 
     if settings.device == "cpu":
         threads = settings.threads if place is None else settings.threads or _cores_of(place)
-        return make_runner(settings.model, dtype=settings.dtype, threads=threads, place=place)
+        return make_runner(
+            settings.model,
+            dtype=settings.dtype,
+            threads=threads,
+            place=place,
+            max_model_len=settings.max_model_len,
+        )
     return make_cuda_runner(
         settings.model,
         settings.device,
@@ -256,6 +275,7 @@ def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:
         graphs=settings.cuda_graphs,
         deterministic=settings.deterministic,
         place=place,
+        max_model_len=settings.max_model_len,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.runner import CacheGroup, CacheShape
 
 if TYPE_CHECKING:
@@ -77,15 +77,11 @@ def size_cache(
         fill: the memory is for the cache alone: one whose size was not given takes all, to keep more prefixes.
 
     Raises:
-        ModelError: not even one sequence of max_model_len (not given: of two tokens) fits, or the model's
-            context is shorter.
+        OptionRefused: not even one sequence of max_model_len (not given: of two tokens) fits a cache of the size
+            given, or the model's context is shorter.
+        ModelError: no sequence fits the memory, or the model.
     """
-    if settings.max_model_len is not None and settings.max_model_len > facts.max_context_tokens:
-        message = (
-            f"--max-model-len {settings.max_model_len} is more than the {facts.max_context_tokens} positions "
-            f"{facts.name} supports"
-        )
-        raise ModelError(message)
+    refuse_longer(settings.max_model_len, facts.max_context_tokens, facts.name)
     if facts.max_context_tokens < MIN_MODEL_LEN:
         message = f"{facts.name} supports {facts.max_context_tokens} positions, the least is {MIN_MODEL_LEN}"
         raise ModelError(message)
@@ -110,6 +106,31 @@ def size_cache(
         more_groups=tuple(map(CacheGroup, sizes[1:], blocks[1:])),
         group_of_layer=tuple(sizes.index(window) for window in windows),
     )
+
+
+def refuse_longer(max_model_len: int | None, max_context_tokens: int, name: str) -> None:
+    """Raises `OptionRefused` for sequences longer than the model called `name` supports."""
+    if max_model_len is not None and max_model_len > max_context_tokens:
+        message = f"--max-model-len {max_model_len} is more than the {max_context_tokens} positions {name} supports"
+        raise OptionRefused(message)
+
+
+def refuse_larger(settings: WorkerSettings, shape: CacheShape, facts: ModelFacts, available_bytes: int) -> None:
+    """Raises `OptionRefused` for a cache whose size was given and does not fit the memory that could be used now.
+
+    The system would hand such a cache out, and kill the process when the pages are written to.
+    """
+    needed_bytes = sum(cache_bytes(shape, facts))
+    if needed_bytes <= available_bytes:
+        return
+    given = (("--num-kv-blocks", settings.num_kv_blocks), ("--kv-cache-bytes", settings.kv_cache_bytes))
+    for option, value in given:
+        if value is not None:
+            message = (
+                f"{option} {value}: the KV cache needs {needed_bytes} bytes, and {available_bytes} bytes of memory "
+                f"are available beside the weights"
+            )
+            raise OptionRefused(message)
 
 
 def cache_bytes(shape: CacheShape, facts: ModelFacts) -> tuple[int, ...]:
@@ -146,7 +167,7 @@ def _share_out(
     if settings.kv_cache_bytes is not None:
         if not needed_bytes:
             message = "--kv-cache-bytes: this model has no KV cache; give --num-kv-blocks instead"
-            raise ModelError(message)
+            raise OptionRefused(message)
         budget = settings.kv_cache_bytes
     else:
         budget = available_bytes if fill else min(needed_bytes, int(available_bytes * MEMORY_SHARE))
@@ -185,4 +206,5 @@ def _check_fits(settings: WorkerSettings, group: _Layers, num_blocks: int, lengt
         f"({num_blocks * group.block_bytes} bytes), one sequence of {what} needs {needed} "
         f"({needed * group.block_bytes} bytes): {remedy} --num-kv-blocks or --kv-cache-bytes"
     )
-    raise ModelError(message)
+    was_asked = (settings.max_model_len, settings.num_kv_blocks, settings.kv_cache_bytes) != (None, None, None)
+    raise OptionRefused(message) if was_asked else ModelError(message)

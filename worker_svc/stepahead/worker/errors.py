@@ -2,6 +2,7 @@
 
 WorkerError
 |- ModelError       a model cannot be loaded; the message says what to do next
+|  `- OptionRefused an option has a value that this model or machine does not allow
 |- PlanInvalid      a plan does not describe a legal step (answered by StepRejected)
 |- SessionRefused   a session cannot be opened or resumed
 `- RankLost         a rank of this worker is gone: the process must end
@@ -16,6 +17,10 @@ class WorkerError(Exception):
 
 class ModelError(WorkerError):
     """A model cannot be loaded. The message is for a person and says what is supported."""
+
+
+class OptionRefused(ModelError):
+    """An option has a value that this model or this machine does not allow; the message begins with the option."""
 
 
 class PlanInvalid(WorkerError):

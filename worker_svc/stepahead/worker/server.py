@@ -18,6 +18,7 @@ from stepahead.worker.cache_sizing import (
     cache_bytes,
     describe_groups,
     num_concurrent,
+    refuse_larger,
     size_cache,
     step_limits,
 )
@@ -233,7 +234,11 @@ def _cache_shape(settings: WorkerSettings, runner: Runner, facts: ModelFacts) ->
     """A GPU's memory is the cache's, as far as it may be used; the host's is everybody's."""
     if not isinstance(runner, LaunchingRunner):
         available = facts.available_bytes
-        return size_cache(settings, facts, available_memory_bytes() if available is None else available)
+        if available is None:
+            available = available_memory_bytes()
+        shape = size_cache(settings, facts, available)
+        refuse_larger(settings, shape, facts, available)
+        return shape
     if settings.num_kv_blocks is not None or settings.kv_cache_bytes is not None:
         return size_cache(settings, facts, 0)
     left = runner.cache_bytes(step_limits(settings, facts), settings.gpu_memory_utilization)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, cast
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.config import ModelConfig, read_config
 from stepahead.worker.model.family_source import FamilySource
 from stepahead.worker.model.gguf_parts import first_file
@@ -70,27 +70,28 @@ def open_checkpoint(spec: str) -> Checkpoint:
     """Opens what `spec` names; a hub id may be downloaded first.
 
     Raises:
-        ModelError: nothing fits, or the model cannot be read or is not supported.
+        OptionRefused: nothing is there that fits.
+        ModelError: the model cannot be read or is not supported.
     """
     if spec.startswith(RANDOM_PREFIX):
         return RandomCheckpoint(spec)
     path = Path(spec).expanduser()
     if spec.endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"{spec}: no such file")
+            raise OptionRefused(f"--model {spec}: no such file")
         return _open_gguf(path)
     if path.is_dir():
         files = sorted({first_file(file) for file in path.glob("*.gguf")})
         if not files or (path / "config.json").exists():
             return DirectoryCheckpoint(path, path.resolve().name)
         if len(files) > 1:
-            raise ModelError(
-                f"{path} holds several GGUF models; name one: {', '.join(file.name for file in files)}"
+            raise OptionRefused(
+                f"--model {path} holds several GGUF models; name one: {', '.join(file.name for file in files)}"
             )
         return _open_gguf(files[0])
     if _HUB_ID.fullmatch(spec):
         return DirectoryCheckpoint(_download(spec), spec)
-    raise ModelError(f"model {spec!r} is nothing that exists here; a model is {SPEC_FORMS}")
+    raise OptionRefused(f"--model {spec!r} is nothing that exists here; a model is {SPEC_FORMS}")
 
 
 def _open_gguf(path: Path) -> Checkpoint:

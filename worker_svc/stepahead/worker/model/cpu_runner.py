@@ -24,6 +24,7 @@ from stepahead.kernels.cpu.step.decoder_step import MAX_THREADS
 from stepahead.kernels.cpu.step.step_chain import PlannedStep
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.logprobs import LogprobEntries
+from stepahead.worker.cache_sizing import refuse_longer
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.chained_steps import ChainedSteps, greedy_samples, times_of
@@ -72,6 +73,8 @@ class CpuRunner(HostRunner):
         threads: int | None,
         kernels: str = "auto",
         place: RankPlace | None = None,
+        *,
+        max_model_len: int | None = None,
     ) -> None:
         """Takes what `registry.make_runner` takes; nothing is read before `load`."""
         super().__init__()
@@ -84,6 +87,7 @@ class CpuRunner(HostRunner):
         self._kernels = kernels
         self._threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
         self._place = place
+        self._max_model_len = max_model_len
         self._leader: LeaderEngine | None = None
         self._loaded: tuple[ModelConfig, StepEngine] | None = None
         self._chain: ChainedSteps | None = None
@@ -97,6 +101,7 @@ class CpuRunner(HostRunner):
         """See `Runner.load`. Sets torch's thread count for this process."""
         with closing(open_checkpoint(self._spec)) as checkpoint:
             config = checkpoint.config
+            refuse_longer(self._max_model_len, config.max_context_tokens, checkpoint.name)
             dtype = choose_dtype(self._dtype, config.stored_dtype)
             engine = self._load_engine(checkpoint, dtype, progress)
             self._loaded = config, engine

@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from stepahead.kernels.cuda.backend import Backend
+from stepahead.worker.cache_sizing import refuse_longer
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
@@ -41,13 +42,21 @@ class CudaRunner:
         backend: the device.
         options: see `CudaOptions`.
         place: of rank 0 among several ranks; None: it is the only one.
+        max_model_len: what is wanted; None: whatever the model has.
 
     Raises:
         ModelError: there is no such dtype.
     """
 
     def __init__(
-        self, spec: str, dtype: str, backend: Backend, options: CudaOptions, place: RankPlace | None = None
+        self,
+        spec: str,
+        dtype: str,
+        backend: Backend,
+        options: CudaOptions,
+        place: RankPlace | None = None,
+        *,
+        max_model_len: int | None = None,
     ) -> None:
         if dtype not in (*DTYPES, "auto"):
             raise ModelError(f"dtype {dtype!r} is not supported; supported are auto, {', '.join(DTYPES)}")
@@ -56,6 +65,7 @@ class CudaRunner:
         self._backend = backend
         self._options = options
         self._place = place
+        self._max_model_len = max_model_len
         self._leader: CudaLeader | None = None
         self._stream = ExitStack()  # holds the device's stream as the launching thread's own
         self._loaded: tuple[ModelConfig, CudaEngine | CudaLeader] | None = None
@@ -68,6 +78,7 @@ class CudaRunner:
         self._stream.enter_context(self._backend.create_stream().current())
         with closing(open_checkpoint(self._spec)) as checkpoint, torch.inference_mode():
             config = checkpoint.config
+            refuse_longer(self._max_model_len, config.max_context_tokens, checkpoint.name)
             dtype = choose_dtype(self._dtype, config.stored_dtype)
             engine = self._load_engine(checkpoint, dtype, progress)
             self._loaded = config, engine

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.config import ModelConfig, parse_config
 
 PREFIX = "random:"
@@ -86,13 +86,13 @@ class RandomCheckpoint:
         spec: `random:` and a name of `SHAPES`.
 
     Raises:
-        ModelError: there is no such shape.
+        OptionRefused: there is no such shape.
     """
 
     def __init__(self, spec: str) -> None:
         fields = SHAPES.get(spec.removeprefix(PREFIX))
         if fields is None:
-            raise ModelError(f"there is no model {spec!r}; there are {', '.join(PREFIX + name for name in SHAPES)}")
+            raise OptionRefused(f"--model {spec}: there are {', '.join(PREFIX + name for name in SHAPES)}")
         self.name = spec
         self.config = parse_config(fields, {})
         self.weights = RandomWeights(self.config)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import OptionRefused
 from stepahead.worker.runner import LaunchingRunner, Runner
 from stepahead.worker.toy.hashed import SleepRunner, TaggedRunner
 from stepahead.worker.toy.lessons import ScoreTableRunner, WindowSumRunner, running_sum_runner
@@ -41,6 +41,7 @@ def make_runner(
     threads: int | None = None,
     kernels: str | None = None,
     place: RankPlace | None = None,
+    max_model_len: int | None = None,
 ) -> Runner:
     """Returns a runner for a model; nothing is read or downloaded before its `load`.
 
@@ -50,21 +51,23 @@ def make_runner(
         threads: compute threads; None: one per core this process may use.
         kernels: "auto", "native" or "torch", see `cpu_runner`; None: what STEPAHEAD_CPU_KERNELS says, or "auto".
         place: of rank 0 among several ranks; None: it is the only one.
+        max_model_len: what is wanted; a model with less is refused before its weights are read.
 
     Raises:
-        ModelError: a toy or an option that does not exist, an unknown dtype or kind of kernels, or a toy on several
-            ranks.
+        OptionRefused: a toy or an option that does not exist, or a toy on several ranks.
+        ModelError: an unknown dtype or kind of kernels.
     """
     if spec.startswith(PREFIX):
         if place is not None:
-            raise ModelError(f"--tensor-parallel-size {place.size}: a toy model computes on one rank")
+            raise OptionRefused(f"--tensor-parallel-size {place.size}: a toy model computes on one rank")
         toy = parse_toy_spec(spec)
         if toy.name not in TOYS:
-            raise ModelError(f"toy model {toy.name!r} does not exist; there are {', '.join(sorted(TOYS))}")
+            raise OptionRefused(f"--model {spec}: {toy.name!r} does not exist; there are {', '.join(sorted(TOYS))}")
         return TOYS[toy.name](toy)
     from stepahead.worker.model.cpu_runner import CpuRunner  # noqa: PLC0415 - a toy needs no torch
 
-    return CpuRunner(spec, dtype, threads, kernels or os.environ.get(KERNELS_ENV) or "auto", place)
+    kernels = kernels or os.environ.get(KERNELS_ENV) or "auto"
+    return CpuRunner(spec, dtype, threads, kernels, place, max_model_len=max_model_len)
 
 
 def make_cuda_runner(
@@ -75,6 +78,7 @@ def make_cuda_runner(
     graphs: bool = True,
     deterministic: bool = False,
     place: RankPlace | None = None,
+    max_model_len: int | None = None,
 ) -> LaunchingRunner:
     """Returns a runner on a GPU; nothing is read or downloaded before its `load`.
 
@@ -85,16 +89,18 @@ def make_cuda_runner(
         graphs: see `CudaOptions`.
         deterministic: see `CudaOptions`.
         place: of rank 0 among several ranks; None: it is the only one.
+        max_model_len: what is wanted; a model with less is refused before its weights are read.
 
     Raises:
-        ModelError: a toy, an unknown dtype, or no such GPU here.
+        OptionRefused: a toy, or no such GPU here.
+        ModelError: an unknown dtype.
     """
     if spec.startswith(PREFIX):
-        raise ModelError("toy models compute on the CPU: leave --device at cpu")
+        raise OptionRefused(f"--device {device}: toy models compute on the CPU")
     from stepahead.worker.model.cuda_runner import CudaRunner  # noqa: PLC0415 - a toy needs no torch
 
     options = cuda_options(graphs=graphs, deterministic=deterministic)
-    return CudaRunner(spec, dtype, open_gpu(device, place), options, place)
+    return CudaRunner(spec, dtype, open_gpu(device, place), options, place, max_model_len=max_model_len)
 
 
 def cuda_options(*, graphs: bool, deterministic: bool) -> CudaOptions:
@@ -108,7 +114,7 @@ def cuda_options(*, graphs: bool, deterministic: bool) -> CudaOptions:
 
 @cache
 def open_gpu(device: str, place: RankPlace | None = None) -> Backend:
-    """Returns the one back end of a GPU in this process; raises `ModelError` where there is none.
+    """Returns the one back end of a GPU in this process; raises `OptionRefused` where there is none.
 
     Args:
         device: "cuda" or "cuda:N"; of several ranks' GPUs on this machine the first one.
@@ -120,11 +126,11 @@ def open_gpu(device: str, place: RankPlace | None = None) -> Backend:
     try:
         return CupyBackend(_gpu_index(device, place))
     except KernelUnavailable as error:
-        raise ModelError(f"--device {device}: {error}") from error
+        raise OptionRefused(f"--device {device}: {error}") from error
 
 
 def _gpu_index(device: str, place: RankPlace | None) -> int:
-    """Each rank of a machine has the GPU behind the last one's. Raises `ModelError` if there are too few."""
+    """Each rank of a machine has the GPU behind the last one's. Raises `OptionRefused` if there are too few."""
     from stepahead.kernels.cuda.cupy_backend import visible_gpus  # noqa: PLC0415 - imports torch
 
     first = int(device.partition(":")[2] or 0)
@@ -133,7 +139,7 @@ def _gpu_index(device: str, place: RankPlace | None) -> int:
     visible = visible_gpus()
     last = first + max(place.local_size, place.local_rank + 1) - 1
     if last >= len(visible):
-        raise ModelError(
+        raise OptionRefused(
             f"--tensor-parallel-size {place.size}: the ranks on this machine need a GPU each, cuda:{first} to "
             f"cuda:{last}, and CUDA shows {len(visible)}{''.join(f', {gpu}' for gpu in visible)}"
         )

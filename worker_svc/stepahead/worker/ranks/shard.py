@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.weights import WeightSource
 
@@ -29,13 +29,13 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """Returns the sizes of one rank's shard; `vocab_size` stays the model's, see `vocabulary_rows`.
 
     Raises:
-        ModelError: a size does not divide.
+        OptionRefused: a size does not divide.
     """
     faults = _undivided(config, size)
     if faults:
         possible = [other for other in range(2, config.num_heads + 1) if not _undivided(config, other)]
         advice = f"possible are {', '.join(map(str, possible))}" if possible else "this model cannot be split"
-        raise ModelError(f"--tensor-parallel-size {size} does not divide {' and '.join(faults)}; {advice}")
+        raise OptionRefused(f"--tensor-parallel-size {size} does not divide {' and '.join(faults)}; {advice}")
     mixture = config.mixture
     return replace(
         config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import OptionRefused
 
 PREFIX = "toy:"
 
@@ -24,7 +24,9 @@ class ToySpec:
         if value is None:
             return default
         if not value.isdigit() or int(value) < minimum:
-            raise ModelError(f"{self.text}: {name} must be an integer of at least {minimum}, not {value!r}")
+            raise OptionRefused(
+                f"--model {self.text}: {name} must be an integer of at least {minimum}, not {value!r}"
+            )
         return int(value)
 
     def take_float(self, name: str, default: float) -> float:
@@ -37,7 +39,7 @@ class ToySpec:
         except ValueError:
             number = -1.0
         if not 0.0 <= number < 1e6:
-            raise ModelError(f"{self.text}: {name} must be a number of at least 0, not {value!r}")
+            raise OptionRefused(f"--model {self.text}: {name} must be a number of at least 0, not {value!r}")
         return number
 
     def take_ids(self, name: str, default: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
@@ -47,35 +49,37 @@ class ToySpec:
             return default
         parts = value.split(",") if value else []
         if not all(part.isdigit() and int(part) < vocab_size for part in parts):
-            raise ModelError(f"{self.text}: {name} must be token ids below {vocab_size}, not {value!r}")
+            raise OptionRefused(f"--model {self.text}: {name} must be token ids below {vocab_size}, not {value!r}")
         return tuple(int(part) for part in parts)
 
     def take_word(self, name: str, allowed: tuple[str, ...]) -> str | None:
         """Returns one of the allowed words, or None where the option is absent."""
         value = self.options.pop(name, None)
         if value is not None and value not in allowed:
-            raise ModelError(f"{self.text}: {name} must be one of {', '.join(allowed)}, not {value!r}")
+            raise OptionRefused(f"--model {self.text}: {name} must be one of {', '.join(allowed)}, not {value!r}")
         return value
 
     def finish(self, known: tuple[str, ...]) -> None:
         """Refuses whatever was not taken."""
         if self.options:
             unknown = ", ".join(sorted(self.options))
-            raise ModelError(f"{self.text}: unknown option {unknown}; {self.name} knows {', '.join(known)}")
+            raise OptionRefused(
+                f"--model {self.text}: unknown option {unknown}; {self.name} knows {', '.join(known)}"
+            )
 
 
 def parse_toy_spec(spec: str) -> ToySpec:
     """Parses `toy:NAME?options`.
 
     Raises:
-        ModelError: the query string is malformed or names an option twice.
+        OptionRefused: the query string is malformed or names an option twice.
     """
     name, _, query = spec.removeprefix(PREFIX).partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise ModelError(f"{spec}: options must look like key=value&key=value") from error
+        raise OptionRefused(f"--model {spec}: options must look like key=value&key=value") from error
     options = dict(pairs)
     if len(options) != len(pairs):
-        raise ModelError(f"{spec}: an option is given twice")
+        raise OptionRefused(f"--model {spec}: an option is given twice")
     return ToySpec(spec, name, options)
