@@ -236,7 +236,12 @@ def test_a_failure_after_some_text_begins_a_line_of_its_own(stepahead, fake: Fak
         (("hi", "--logit-bias", "7=1", "--logit-bias", "7=2"), "a token id occurs twice"),
         (("hi", "--json-schema", "@/no/such/file"), "cannot read"),
         (("hi", "--regex", "a", "--json-object"), "json_object and regex exclude each other"),
-        (("hi", "--max-tokens", "-1"), "stopping.max_tokens: -1"),
+        (("hi", "--max-tokens", "-1"), "stopping.max_tokens: -1 is negative (option --max-tokens)"),
+        (("hi", "--num-choices", "-1"), "num_choices: -1 is negative (option --num-choices)"),
+        (("hi", "--priority", str(2**40)), "1099511627776 is above 2147483647, the most the field"),
+        (("hi", "--json-schema", "{}", "--regex", "a"), "exclude each other (options --json-schema, --regex)"),
+        (("hi", "--request-id", ""), "'--request-id': is empty"),
+        (("hi", "--concurrency", "2"), "--concurrency goes with --input"),
     ],
 )
 def test_unclear_input_is_a_usage_error(stepahead, arguments, text):
@@ -286,13 +291,38 @@ def test_field_is_named_even_if_the_text_does_not(stepahead, fake: FakeServer):
     [
         (["--reattach-window", "-1"], "at least 0 and at most 4294967 seconds, not -1 (option --reattach-window)"),
         (["--timeout", "nan"], "above 0 and at most 4294967 seconds, not nan (option --timeout)"),
-        (["--logprobs", "-1"], "(option --logprobs)"),
+        (["--logprobs", "-1"], "-1 is negative (option --logprobs)"),
+        (["--prompt-logprobs", "-1"], "-1 is negative (option --prompt-logprobs)"),
     ],
 )
 def test_a_refused_value_names_its_option(stepahead, arguments, words):
     result = stepahead("generate", "hi", *arguments)
     assert result.exit_code == 2
     assert result.stderr.endswith(words + "\n")
+
+
+@pytest.mark.parametrize(
+    ("field", "place"),
+    [
+        ("num_choices", "option --num-choices"),
+        ("request_id", "option --request-id"),
+        ("token_ids.ids[0]", "option --token-ids"),
+        ("model", "option --served-model"),
+        ("constraint.choices.choices[1]", "option --choice"),
+        ("text", "the prompt"),
+        ("chat.messages[0].content", "the prompt"),
+        ("input", "the prompt"),
+    ],
+)
+def test_a_refusal_says_where_the_value_was_given(stepahead, fake: FakeServer, field, place):
+    fake.generate = failing(violation(field))
+    result = stepahead("generate", "hi", "--address", fake.address)
+    assert (result.exit_code, result.stderr) == (2, f"error: INVALID_ARGUMENT: {field} is wrong ({place})\n")
+
+
+def test_options_from_the_environment_may_be_for_others(stepahead, fake: FakeServer):
+    env = {"STEPAHEAD_CONCURRENCY": "2", "STEPAHEAD_REQUEST_ID": ""}
+    assert stepahead("generate", "hi", "--address", fake.address, env=env).exit_code == 0
 
 
 def test_every_field_that_has_an_option_names_one_that_exists():
@@ -358,6 +388,22 @@ def test_chat_once(stepahead, fake: FakeServer):
     result = stepahead("chat", "hello", "--system", "be brief", "--address", fake.address)
     assert result.stdout == "Small steps help\n"
     assert [turn.role for turn in fake.requests[0].chat.messages] == ["system", "user"]
+
+
+def test_chat_with_nothing_to_say_is_a_usage_error(stepahead, fake: FakeServer):
+    for message in ("", " \n"):
+        result = stepahead("chat", message, "--address", fake.address)
+        assert (result.exit_code, "MESSAGE is empty" in result.stderr) == (2, True)
+    assert not fake.requests
+
+
+def test_chat_prints_no_line_for_an_answer_that_never_came(stepahead, fake: FakeServer):
+    fake.generate = failing(violation("stopping.max_tokens"))
+    refused = stepahead("chat", "hi", "--max-tokens", "0", "--address", fake.address)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    fake.generate = lambda request, context: iter([response(started()), response(choice_finished(0), finished(1))])
+    silent = stepahead("chat", "hi", "--address", fake.address)
+    assert (silent.exit_code, silent.stdout, silent.stderr) == (0, "", "(no text: length)\n")
 
 
 def test_chat_keeps_the_conversation_until_reset(stepahead, fake: FakeServer):

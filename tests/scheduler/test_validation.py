@@ -110,6 +110,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampling": {"allowed_token_ids": [1] * (VOCAB_SIZE + 1)}}, ["sampling.allowed_token_ids"]),
     ({"scheduling": {"reattach_window_ms": 600_001}}, ["scheduling.reattach_window_ms"]),
     ({"scheduling": {"priority": -1}}, ["scheduling.priority"]),
+    ({"scheduling": {"priority": 5000}}, ["scheduling.priority"]),
     ({"scheduling": {"cache_salt": "x" * 257}}, ["scheduling.cache_salt"]),
     # All faults of a stage together, in the order of the stage.
     (

@@ -24,6 +24,8 @@ _HELP = "/exit leaves, /reset forgets the conversation, Ctrl-C stops an answer"
 @generation_options
 def chat(message: str | None, address: str, system: str | None, **options: Unpack[GenerateOptions]) -> None:
     """Talk to the model: MESSAGE for one answer, nothing for a conversation."""
+    if message is not None and not message.strip():
+        raise click.UsageError("MESSAGE is empty; leave it out for a conversation")
     with Client(address, on_connection_change=ConnectionNotes(address)) as client:
         conversation = Conversation(client, system, options)
         if message is not None:
@@ -63,12 +65,16 @@ class Conversation:
                     completion = stream.completion()
                 finally:
                     text = stream.text
-                    click.echo()
+                    # What comes next, an error say, begins a line of its own.
+                    if text:
+                        click.echo()
         except KeyboardInterrupt:
             if text:
                 self.turns = (*asked, ChatMessage("assistant", text))
             raise
         self.turns = (*asked, ChatMessage("assistant", completion.text))
+        if not text:
+            click.echo(f"(no text: {completion.finish_reason.value})", err=True)
         for line in logprob_lines(completion.choices[0].logprobs):
             click.echo(line)
         for line in prompt_logprob_lines(with_prompt_tokens(self._client, asked, completion)):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from stepahead.cli.entry import EXIT_INTERRUPTED as EXIT_INTERRUPTED  # noqa: PLC0414 - one of the codes above
 from stepahead.client import (
     DeadlineError,
+    FieldViolation,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -21,15 +22,32 @@ from stepahead.client import (
     UnavailableError,
 )
 
+_CONSTRAINTS = {
+    "json_schema": "--json-schema",
+    "json_object": "--json-object",
+    "regex": "--regex",
+    "grammar": "--grammar",
+    "choices": "--choice",
+}
 # Options whose name is not that of their field in the protocol.
 _OPTION_OF_FIELD = {
     "stop_strings": "--stop",
     "output_top_k": "--logprobs",
     "prompt_top_k": "--prompt-logprobs",
-    "choices": "--choice",
+    "choices": _CONSTRAINTS["choices"],
     "kind": "--processed-logprobs",
 }
-# Parts of a request that hold options; what else a request holds has none of its own.
+# Fields outside of those parts, up to the first dot or bracket.
+_OPTION_OF_PART = {
+    "num_choices": "option --num-choices",
+    "request_id": "option --request-id",
+    "token_ids": "option --token-ids",
+    "model": "option --served-model",
+    "text": "the prompt",
+    "chat": "the prompt",
+    "input": "the prompt",
+}
+# Parts of a request that hold options.
 _PARTS_WITH_OPTIONS = ("sampling", "stopping", "logprobs", "constraint", "scheduling")
 
 EXIT_FAILURE = 1
@@ -83,18 +101,25 @@ def describe(error: StepaheadError, *, place: str = "") -> str:
     return f"{begin}: {status}{where}: {text}" + (f" ({hint})" if hint else "")
 
 
-def _option_of(path: str) -> str:
-    """The option that sets a field such as `sampling.logit_bias[0].bias`; empty if there is none."""
-    part, _, rest = path.partition(".")
-    if part not in _PARTS_WITH_OPTIONS or not rest:
+def _place_of(violation: FieldViolation) -> str:
+    """Where a field such as `sampling.logit_bias[0].bias` is set; empty if the command line does not set it."""
+    part, *rest = re.split(r"[.\[]", violation.field)
+    if violation.field == "constraint":
+        given = [
+            option for name, option in _CONSTRAINTS.items() if re.search(rf"\b{name}\b", violation.description)
+        ]
+        return f"options {', '.join(given)}" if given else ""
+    if part not in _PARTS_WITH_OPTIONS:
+        return _OPTION_OF_PART.get(part, "")
+    if not rest:
         return ""
-    name = re.split(r"[.\[]", rest, maxsplit=1)[0]
-    return _OPTION_OF_FIELD.get(name) or "--" + name.removesuffix("_ms").replace("_", "-")
+    option = _OPTION_OF_FIELD.get(rest[0]) or "--" + rest[0].removesuffix("_ms").replace("_", "-")
+    return f"option {option}"
 
 
 def _hint(error: StepaheadError) -> str:
-    if error.violations and (option := _option_of(error.violations[0].field)):
-        return f"option {option}"
+    if error.violations and (place := _place_of(error.violations[0])):
+        return place
     if error.retry_delay_s is not None:
         return f"try again in {error.retry_delay_s:g} s"
     if isinstance(error, UnavailableError):

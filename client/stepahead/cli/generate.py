@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Unpack
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from stepahead.cli.connection_notes import ConnectionNotes
@@ -71,6 +72,10 @@ def generate(
         raise click.UsageError("give exactly one of PROMPT, --token-ids and --input")
     if as_chat and prompt is None:
         raise click.UsageError("--chat goes with PROMPT; a line of --input holds messages itself")
+    if input_path is None and _is_typed("concurrency"):
+        raise click.UsageError("--concurrency goes with --input")
+    if _is_typed("request_id") and not options.get("request_id"):
+        raise click.BadParameter("is empty; leave it out for one that is made up", param_hint="'--request-id'")
     if input_path is not None:
         if options.get("request_id"):
             raise click.UsageError("--request-id names one request; a line of --input has its own request_id")
@@ -82,6 +87,11 @@ def generate(
             _print_object(client, request, options)
         else:
             _print_stream(client, request, options)
+
+
+def _is_typed(name: str) -> bool:
+    """Whether an option stands on the command line; the environment may hold what is for other commands."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: bool) -> Prompt:

@@ -6,6 +6,7 @@ generation by its Python name. Options on the command line are the defaults of e
 
 import difflib
 import json
+import math
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from stepahead.client import GenerateOptions, GenerationRequest, InvalidRequestE
 from stepahead.client.messages import generate_message
 
 _NAMES = tuple(sorted(field.name for field in fields(GenerationRequest)))
+# Options of the command line with another name than Python's.
+_NAME_OF_OPTION = {"served_model": "model", "choice": "choices"}
 _MAX_SHOWN = 20
 
 
@@ -69,13 +72,7 @@ def read_requests(path: Path, defaults: GenerateOptions) -> list[FileRequest]:
 
 
 def _read_request(line: bytes, defaults: GenerateOptions) -> GenerationRequest:
-    try:
-        # Some editors begin a file with a byte order mark.
-        decoded: object = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise _BadLine(f"no UTF-8 at byte {error.start + 1}") from error
-    except ValueError as error:
-        raise _BadLine(f"no JSON: {error}") from error
+    decoded = _parse(line)
     if not isinstance(decoded, dict):
         raise _BadLine("not an object")
     values = cast(dict[str, Any], decoded)
@@ -84,6 +81,8 @@ def _read_request(line: bytes, defaults: GenerateOptions) -> GenerationRequest:
             raise _BadLine(f"unknown {name}{_meant(name)}")
     if not isinstance(values.get("prompt"), str | list):
         raise _BadLine("prompt must be text, token ids or messages")
+    if not values["prompt"]:
+        raise _BadLine("prompt is empty")
     biases = values.get("logit_bias")
     if isinstance(biases, dict):
         # The keys of a JSON object are texts.
@@ -97,7 +96,46 @@ def _read_request(line: bytes, defaults: GenerateOptions) -> GenerationRequest:
     return request
 
 
+def _parse(line: bytes) -> object:
+    try:
+        # Some editors begin a file with a byte order mark.
+        return json.loads(
+            line.decode("utf-8-sig"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_object_of,
+        )
+    except UnicodeDecodeError as error:
+        raise _BadLine(f"no UTF-8 at byte {error.start + 1}") from error
+    except ValueError as error:
+        raise _BadLine(f"no JSON: {error}") from error
+    except RecursionError as error:
+        raise _BadLine("no JSON that can be read: it is nested too deeply") from error
+
+
+def _refuse_constant(text: str) -> float:
+    """NaN and the infinities: Python reads them, JSON has none."""
+    raise _BadLine(f"no JSON: {text} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise _BadLine(f"{text} is too large for a number")
+    return number
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        repeated = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
+        raise _BadLine(f"{repeated} occurs twice")
+    return values
+
+
 def _meant(name: str) -> str:
+    if name in _NAME_OF_OPTION:
+        return f"; it is {_NAME_OF_OPTION[name]} here"
     close = difflib.get_close_matches(name, _NAMES, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(_NAMES)}"
 

@@ -46,8 +46,14 @@ class Fields:
             self.refuse(path, f"must be an integer, not {type(value).__name__}")
             return None
         number = operator.index(value)
-        if not low <= number <= high:
-            self.refuse(path, f"{number} is outside {low} .. {high}")
+        # One side only: the server may allow less on the other.
+        if number < low:
+            self.refuse(
+                path, f"{number} is below {low}, the least the field holds" if low else f"{number} is negative"
+            )
+            return None
+        if number > high:
+            self.refuse(path, f"{number} is above {high}, the most the field holds")
             return None
         return number
 

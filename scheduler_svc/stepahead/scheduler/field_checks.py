@@ -205,11 +205,10 @@ def check_scheduling(
 ) -> None:
     """Queueing and lifetime."""
     priority = scheduling.priority
-    if not has_priorities:
-        violations.check(priority == 0, "scheduling.priority", "needs a server with --ordering priority")
-    violations.check(
-        abs(priority) <= MAX_PRIORITY, "scheduling.priority", f"must be -{MAX_PRIORITY} to {MAX_PRIORITY}"
-    )
+    if abs(priority) > MAX_PRIORITY:
+        violations.add("scheduling.priority", f"must be -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
+    elif priority and not has_priorities:
+        violations.add("scheduling.priority", "needs a server with --ordering priority")
     size = len(scheduling.cache_salt.encode())
     violations.check(
         size <= MAX_CACHE_SALT_BYTES,
