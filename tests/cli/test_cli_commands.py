@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -352,6 +353,25 @@ def test_ctrl_c_while_modules_load_is_quiet(monkeypatch):
     assert exit_info.value.code == 130
 
 
+def test_ctrl_c_in_an_import_that_would_swallow_it_ends_the_command():
+    """Python prints what a finalizer raises and goes on."""
+    script = (
+        "import os, signal, sys\n"
+        "class Trap:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'click':\n"
+        "            Trap()\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from stepahead.cli.entry import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_value_that_does_not_fit_is_bad_input_without_a_server(stepahead):
     result = stepahead("generate", "hi", "--max-tokens", "-1", "--address", "127.0.0.1:1")
     assert result.exit_code == 2
@@ -490,7 +510,7 @@ def test_services_get_their_arguments_untouched(stepahead, monkeypatch, service)
     executed = []
     monkeypatch.setattr(services.os, "execv", lambda path, argv: executed.append((path, argv)))
     stepahead(service, "--help", "--listen", "x", "y")
-    arguments = ["-m", f"stepahead.{service}", "--help", "--listen", "x", "y"]
+    arguments = ["-m", "stepahead.cli.module_entry", f"stepahead.{service}", "--help", "--listen", "x", "y"]
     assert executed == [(sys.executable, [sys.executable, *arguments])]
 
 
@@ -519,6 +539,8 @@ def test_addresses_that_cannot_be_checked_are_left_to_the_scheduler(monkeypatch,
 
 def test_every_command_explains_itself(stepahead):
     listing = stepahead("--help").stdout
+    for code in ("0", "1", "2", "3", "130", "143", "129"):
+        assert re.search(rf"\b{code}\b", listing.partition("Exit codes:")[2].partition("Options:")[0])
     for command in ("up", "generate", "chat", "status", "lab"):
         assert command in listing
         assert stepahead(command, "--help").exit_code == 0

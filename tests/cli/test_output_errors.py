@@ -17,6 +17,9 @@ CASES = (
     ("generate", "hi"),
     ("generate", "--input"),
     ("status",),
+    ("scheduler", "--help"),
+    ("worker", "--help"),
+    ("bench", "scheduler", "--help"),
     pytest.param(("up", "--model", "toy:score-table"), marks=pytest.mark.e2e),
 )
 
@@ -28,7 +31,7 @@ def arguments_of(case: tuple[str, ...], fake: FakeServer, folder: Path) -> list[
         return [*case, str(path), "--address", fake.address]
     if case[0] == "up":
         return [*case, "--listen", "127.0.0.1:0", "--log-dir", str(folder)]
-    return [*case] if case == ("--help",) else [*case, "--address", fake.address]
+    return [*case] if "--help" in case else [*case, "--address", fake.address]
 
 
 def run(arguments: list[str], stdout: int) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import signal
 import sys
+from collections.abc import Callable
 
 EXIT_INTERRUPTED = 130
 _EXIT_FAILURE = 1
@@ -12,9 +14,28 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Runs the command; an interrupt while its modules load ends it as any later one does."""
-    try:
+    # A KeyboardInterrupt in the middle of an import may be swallowed, or be printed and go on.
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+    def load_and_run() -> None:
         from stepahead.cli.main import main as command  # noqa: PLC0415 - what takes a moment
 
+        signal.signal(signal.SIGINT, handler)
+        command()
+
+    run_quietly(load_and_run)
+
+
+def _leave(*_: object) -> None:
+    # Nothing has been done or printed yet.
+    os._exit(EXIT_INTERRUPTED)
+
+
+def run_quietly(command: Callable[[], object]) -> None:
+    """Runs a command that may be interrupted, or fail to write its output, without a traceback."""
+    try:
         command()
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -58,6 +58,8 @@ class RootGroup(LazyGroup):
 def main() -> None:
     """Serve language models, and talk to them.
 
-    Every option is also an environment variable: --max-tokens is STEPAHEAD_MAX_TOKENS. Exit codes: 0 done,
-    2 the input was refused, 130 interrupted, 1 anything else: stderr says what, and what to do next.
+    Every option is also an environment variable: --max-tokens is STEPAHEAD_MAX_TOKENS.
+
+    Exit codes: 0 done; 1 it failed, stderr says what and what to do next; 2 the input or an option was refused;
+    3 a service takes no work (health); 130, 143, 129 ended by Ctrl-C, SIGTERM, SIGHUP.
     """

@@ -8,6 +8,8 @@ import click
 
 from stepahead.cli.local_services import require_extras
 
+_ENTRY = "stepahead.cli.module_entry"
+
 PASS_THROUGH: dict[str, object] = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -34,4 +36,4 @@ def become(extra: str, module: str, arguments: Sequence[str]) -> None:
     """Turns this process into `python -m module arguments`, whose own extra must be installed."""
     require_extras(extra)
     # exec, not a child: signals, output and the exit code are then the module's own.
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", _ENTRY, module, *arguments])

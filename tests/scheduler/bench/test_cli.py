@@ -16,9 +16,8 @@ def test_arguments_are_passed_through(monkeypatch: pytest.MonkeyPatch, measureme
     monkeypatch.setattr(services.os, "execv", lambda path, argv: executed.append(argv))
     result = CliRunner().invoke(main, ["bench", measurement, "--rows", "8,64", "--json", "--help"])
     assert result.exit_code == 0, result.output
-    assert executed == [
-        [sys.executable, "-m", "stepahead.scheduler.bench", measurement, "--rows", "8,64", "--json", "--help"]
-    ]
+    arguments = ["stepahead.scheduler.bench", measurement, "--rows", "8,64", "--json", "--help"]
+    assert executed == [[sys.executable, "-m", "stepahead.cli.module_entry", *arguments]]
 
 
 def test_the_module_runs():
