@@ -40,7 +40,7 @@ from tests.simulation import cache_mutations, fake_worker, window_mutations, wor
 from tests.simulation.tagged_model import mix, next_token
 from tests.simulation.world import World
 
-MAX_SEEDS = 400
+MAX_SEEDS = 100
 MAX_EVENTS = 4000
 """A clean world needs a few hundred."""
 
