@@ -243,6 +243,7 @@ def test_a_failure_after_some_text_begins_a_line_of_its_own(stepahead, fake: Fak
         (("hi", "--json-schema", "{}", "--regex", "a"), "exclude each other (options --json-schema, --regex)"),
         (("hi", "--request-id", ""), "'--request-id': is empty"),
         (("hi", "--concurrency", "2"), "--concurrency goes with --input"),
+        ((" ", "--chat"), "PROMPT is empty"),
     ],
 )
 def test_unclear_input_is_a_usage_error(stepahead, arguments, text):

@@ -99,6 +99,8 @@ def _prompt(prompt: str | None, prompt_ids: tuple[int, ...] | None, *, as_chat: 
         return prompt_ids or ()
     # The newline that ends a piped line is the shell's, not the prompt's.
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if as_chat and not text.strip():
+        raise click.UsageError("PROMPT is empty: a chat message says something")
     return [ChatMessage("user", text)] if as_chat else text
 
 
