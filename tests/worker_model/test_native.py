@@ -33,9 +33,9 @@ def native(monkeypatch):
         if isa == EMULATED:
             isa = InstructionSet.AMX_BF16.name
             monkeypatch.setattr(decoder_step, "step_library", emulation)
-        if isa is not None:
-            monkeypatch.setattr(cpu_runner, "native_instruction_set", lambda: (InstructionSet[isa], ""))
-        runner = make_runner(str(model.path), dtype=dtype, threads=threads, kernels="native")
+            monkeypatch.setattr(cpu_runner, "native_instruction_set", lambda wanted: (wanted, ""))
+        kernels = "native" if isa is None else isa.lower()
+        runner = make_runner(str(model.path), dtype=dtype, threads=threads, kernels=kernels)
         return Driver(runner, **options)
 
     return make
@@ -223,14 +223,20 @@ def test_a_path_that_the_compiler_did_not_know_is_told(tiny, monkeypatch):
 @needs_native
 def test_the_environment_chooses_the_kernels(tiny, monkeypatch):
     path = str(tiny("llama-mha").path)
-    for value in ("torch", "native"):
+    named = {"torch": "torch", "native": f"native {SETS[0].lower()}", "avx2": "native avx2"}
+    for value, kernels in named.items():
         monkeypatch.setenv(KERNELS_ENV, value)
         with structlog.testing.capture_logs() as logs:
             make_runner(path, threads=1).load(lambda *call: None)
-        assert logs[-1]["kernels"].startswith(value)
+        assert logs[-1]["kernels"].startswith(kernels)
     monkeypatch.setenv(KERNELS_ENV, "fast")
-    with pytest.raises(ModelError, match="kernels 'fast' do not exist; there are auto, native, torch"):
+    with pytest.raises(ModelError, match="kernels 'fast' do not exist; there are auto, native, torch, avx2, "):
         make_runner(path)
+    missing = next((isa for isa in InstructionSet if isa.name not in SETS), None)
+    if missing is not None:
+        monkeypatch.setenv(KERNELS_ENV, missing.name.lower())
+        with pytest.raises(ModelError, match=f"this CPU or the compiled library has no {missing.name}"):
+            make_runner(path, threads=1).load(lambda *call: None)
 
 
 @pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])

@@ -1,8 +1,9 @@
 """`CpuRunner`: a decoder on the CPU, in the compiled step library or in torch.
 
 STEPAHEAD_CPU_KERNELS (read by `registry`) chooses: `auto` is the library where it can be built and the CPU has the
-instructions, otherwise torch, and one log line says why; `native` and `torch` insist. With several ranks it is
-always torch.
+instructions, otherwise torch, and one log line says why; `native` and `torch` insist. So does the name of one of
+its instruction sets (`avx2`, `avx512_bf16`, `amx_bf16`), of which it otherwise takes the best. With several ranks
+it is always torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing_extensions import override
 from stepahead.kernels.cpu.logprobs import row_logprobs
 from stepahead.kernels.cpu.ops import has_fast_bfloat16
 from stepahead.kernels.cpu.step.decoder_step import MAX_THREADS
+from stepahead.kernels.cpu.step.library import InstructionSet
 from stepahead.kernels.cpu.step.step_chain import PlannedStep
 from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.logprobs import LogprobEntries
@@ -60,7 +62,8 @@ _log = structlog.get_logger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _NO_LOGITS = np.empty((0, 0), np.float32)
-KERNELS = ("auto", "native", "torch")
+INSTRUCTION_SETS = {isa.name.lower(): isa for isa in InstructionSet}
+KERNELS = ("auto", "native", "torch", *INSTRUCTION_SETS)
 
 
 class CpuRunner(HostRunner):
@@ -135,14 +138,14 @@ class CpuRunner(HostRunner):
 
         config, weights = checkpoint.config, checkpoint.weights
         if self._kernels != "torch":
-            isa, reason = native_instruction_set()
+            isa, reason = native_instruction_set(INSTRUCTION_SETS.get(self._kernels))
             if missing := declined(1 if self._place is None else self._place.size):
                 isa, reason = None, missing
             if isa is not None:
                 for path in left_out_paths():
                     _log.warning("native_path_left_out", path=path, reason="the library's compiler did not know it")
                 return NativeEngine(config, weights, DTYPES[dtype], isa, self._threads, report)
-            if self._kernels == "native":
+            if self._kernels != "auto":
                 raise ModelError(f"the native CPU kernels are not available: {reason}")
             _log.warning("native_kernels_unavailable", reason=reason, fallback="torch")
 

@@ -39,12 +39,14 @@ _HEAD_ALIGNMENT = 32
 """The library pads heads to a multiple of this (`csrc/model.h`)."""
 
 
-def native_instruction_set() -> tuple[InstructionSet | None, str]:
-    """Returns the best instruction set the library has for this CPU, or None and the reason why there is none."""
+def native_instruction_set(wanted: InstructionSet | None = None) -> tuple[InstructionSet | None, str]:
+    """Returns the wanted or the best instruction set, or None and the reason why there is none."""
     try:
         found = instruction_sets()
     except BuildUnavailable as error:
         return None, str(error)
+    if wanted is not None:
+        return (wanted, "") if wanted in found else (None, f"this CPU or the compiled library has no {wanted.name}")
     return (found[0], "") if found else (None, "this CPU has no AVX2")
 
 

@@ -49,7 +49,7 @@ def make_runner(
         spec: a directory, a FILE.gguf, a hub id, or `toy:NAME?options`.
         dtype: "auto", "bfloat16" or "float32"; toys compute in integers whatever it says.
         threads: compute threads; None: one per core this process may use.
-        kernels: "auto", "native" or "torch", see `cpu_runner`; None: what STEPAHEAD_CPU_KERNELS says, or "auto".
+        kernels: one of `cpu_runner.KERNELS`, "auto" or else; None: what STEPAHEAD_CPU_KERNELS says, or "auto".
         place: of rank 0 among several ranks; None: it is the only one.
         max_model_len: what is wanted; a model with less is refused before its weights are read.
 

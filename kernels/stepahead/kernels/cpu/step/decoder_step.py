@@ -24,7 +24,7 @@ from stepahead.kernels.cpu.step.library import (
 )
 from stepahead.kernels.cpu.step.step_cache import StepCache, check_range, step_cache
 from stepahead.kernels.cpu.step.step_chain import Cells, StepChain
-from stepahead.kernels.cpu.step.step_inputs import StepOutputs, step_inputs
+from stepahead.kernels.cpu.step.step_inputs import AllocatedModel, StepOutputs, step_inputs
 from stepahead.kernels.cpu.step.step_shape import StepShape, check_shape, library_dims, tensor_shape
 from stepahead.kernels.reference.rope import rope_tables
 
@@ -252,10 +252,9 @@ class DecoderStep:
             ValueError: an array has another shape than the layout says, or an entry is out of range; nothing was
                 written then.
         """
-        cache, vocab_size = self._allocated, self._shape.vocab_size
         if logits is None:
-            logits = np.empty((len(logit_tokens), vocab_size), np.float32)
-        inputs = step_inputs(self._handle, cache, token_ids, layout, logit_tokens, logits, vocab_size=vocab_size)
+            logits = np.empty((len(logit_tokens), self._shape.vocab_size), np.float32)
+        inputs = step_inputs(self._model, token_ids, layout, logit_tokens, logits)
         self._library.step_forward(self._handle, ctypes.byref(inputs.batch))
         return inputs.outputs
 
@@ -265,7 +264,7 @@ class DecoderStep:
         Raises:
             ValueError: an array is not int64 or not contiguous.
         """
-        return StepChain(self, self._handle, self._allocated, self._shape.vocab_size, cells)
+        return StepChain(self, self._model, cells)
 
     def draw(self, logits: NDArray[np.float32], draws: DrawColumns) -> NDArray[np.int64]:
         """Draws tokens on the step's threads: `reference.sampling`, steps 7a to 7e.
@@ -325,6 +324,10 @@ class DecoderStep:
         """Bytes that all matrices take in memory, coded or not."""
         self._check_open()
         return int(self._library.step_stored_bytes(self._handle))
+
+    @property
+    def _model(self) -> AllocatedModel:
+        return AllocatedModel(self._library, self._handle, self._allocated, self._shape.vocab_size)
 
     @property
     def _allocated(self) -> StepCache:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepahead.kernels.cpu.step.library import ChainedStep, StepState, step_library
-from stepahead.kernels.cpu.step.step_inputs import StepInputs, StepOutputs, step_inputs
+from stepahead.kernels.cpu.step.library import ChainedStep, StepState
+from stepahead.kernels.cpu.step.step_inputs import AllocatedModel, StepInputs, StepOutputs, step_inputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stepahead.kernels.cpu.step.step_cache import StepCache
     from stepahead.kernels.ops import StepLayout
 
 
@@ -97,24 +96,18 @@ class StepChain:
     """Runs the steps of one `DecoderStep`. `plan` and `follow` are one thread's, `start` and `wait` another one's.
 
     Args:
-        owner: of the handle, which it frees when nobody refers to it any more.
-        handle: of the model.
-        cache: allocated.
-        vocab_size: of the model.
+        owner: of the model, which it frees when nobody refers to it any more.
+        model: that runs the steps.
         cells: of all slots.
     """
 
-    def __init__(
-        self, owner: object, handle: ctypes.c_void_p, cache: StepCache, vocab_size: int, cells: Cells
-    ) -> None:
+    def __init__(self, owner: object, model: AllocatedModel, cells: Cells) -> None:
         for name, column in (("token_ids", cells.token_ids), ("positions", cells.positions)):
             if column.dtype != np.int64 or column.shape != (len(cells.positions),) or not column.flags.c_contiguous:
                 raise ValueError(f"{name} must be int64 [num_slots], contiguous")
-        self._library = step_library()
+        self._library, self._handle = model.library, model.handle
+        self._model = model
         self._owner = owner
-        self._handle = handle
-        self._cache = cache
-        self._vocab_size = vocab_size
         self._cells = cells
         self._kept: list[PlannedStep] = []  # the library may still look at them
 
@@ -150,16 +143,7 @@ class StepChain:
                 raise ValueError(f"{name} must be int32 [{count}], contiguous")
             if count and (column.min() < 0 or column.max() >= end):
                 raise ValueError(f"{name}: an entry is outside 0..{end - 1}")
-        inputs = step_inputs(
-            self._handle,
-            self._cache,
-            token_ids,
-            layout,
-            logit_tokens,
-            logits,
-            vocab_size=self._vocab_size,
-            chained=True,
-        )
+        inputs = step_inputs(self._model, token_ids, layout, logit_tokens, logits, chained=True)
         planned = PlannedStep(inputs, self._cells, columns, greedy=logits is None)
         passed = int(self._library.step_passed(self._handle))
         self._kept = [step for step in self._kept if not (step.abandoned or 0 < step.raw.ordinal <= passed)]

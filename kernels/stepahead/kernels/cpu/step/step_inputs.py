@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepahead.kernels.cpu.step.library import Batch, step_library
+from stepahead.kernels.cpu.step.library import Batch
 from stepahead.kernels.cpu.step.step_cache import StepCache, check_entries, check_shapes, step_arrays
 
 if TYPE_CHECKING:
@@ -30,6 +30,16 @@ class StepOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class AllocatedModel:
+    """A model in the library, ready for steps."""
+
+    library: ctypes.CDLL
+    handle: ctypes.c_void_p
+    cache: StepCache
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """`batch` points into `arrays` and `outputs`: whoever hands it to the library keeps them."""
 
@@ -39,34 +49,30 @@ class StepInputs:
 
 
 def step_inputs(
-    handle: ctypes.c_void_p,
-    cache: StepCache,
+    model: AllocatedModel,
     token_ids: NDArray[np.int64],
     layout: StepLayout,
     logit_tokens: NDArray[np.int64],
     logits: NDArray[np.float32] | None,
     *,
-    vocab_size: int,
     chained: bool = False,
 ) -> StepInputs:
     """Returns a step that the library can run without reading or writing anything else.
 
     Args:
-        handle: of the model.
-        cache: what the step may touch.
+        model: whose cache the step may touch.
         token_ids: [num_tokens] int64; of a chained step LAST_SAMPLE where it is not known yet.
         layout: where they go.
         logit_tokens: [num_logits] indexes into token_ids.
         logits: [num_logits, vocab_size] float32, contiguous, to write to; None: they are not stored.
-        vocab_size: of the model.
         chained: whether LAST_SAMPLE is allowed; token_ids are copied, for the library fills them in.
 
     Raises:
         ValueError: an array has another shape than the layout says, or an entry is out of range.
     """
     arrays = step_arrays(token_ids.copy() if chained else token_ids, layout, logit_tokens)
-    check_shapes(arrays, cache)
-    num_logits = len(logit_tokens)
+    check_shapes(arrays, model.cache)
+    num_logits, vocab_size = len(logit_tokens), model.vocab_size
     if logits is not None and (
         logits.shape != (num_logits, vocab_size) or logits.dtype != np.float32 or not logits.flags.c_contiguous
     ):
@@ -87,8 +93,8 @@ def step_inputs(
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     # The compiled check takes microseconds where the other, which says what is wrong, takes 200: 2 % of a step.
-    if not step_library().step_check(handle, ctypes.byref(batch), int(chained)):
+    if not model.library.step_check(model.handle, ctypes.byref(batch), int(chained)):
         known = np.where(arrays["token_ids"] == LAST_SAMPLE, 0, arrays["token_ids"]) if chained else None
-        check_entries(arrays if known is None else {**arrays, "token_ids": known}, vocab_size, cache)
+        check_entries(arrays if known is None else {**arrays, "token_ids": known}, vocab_size, model.cache)
         raise AssertionError("the compiled check refuses a step that the other one accepts")
     return StepInputs(batch, arrays, outputs)

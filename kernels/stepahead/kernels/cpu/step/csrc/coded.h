@@ -36,7 +36,7 @@ struct CodedHeader {
 static constexpr int64_t PAIR_BYTES = 192, PAIR_WEIGHTS = 128;
 
 // More would cost more than they save: the matrix stays plain.
-static inline int64_t patch_room(int64_t num_inputs) { return num_inputs < 128 ? 8 : num_inputs / 16; }
+static inline int64_t patch_room(int64_t num_inputs) { return num_inputs < 256 ? 8 : num_inputs / 32; }
 
 static inline int64_t coded_header_bytes(int64_t num_inputs) {
   return (offsetof(CodedHeader, patches) + patch_room(num_inputs) * sizeof(Patch) + 63) / 64 * 64;
