@@ -173,6 +173,7 @@ class ReferenceDecoder:
                 int(layout.seq_lens[row]),
                 shape.attention_scale,
                 window=attends.window,
+                floor=0 if layout.floors is None else int(layout.floors[row]),
                 cap=shape.attention_cap,
             )
             for row in range(len(starts) - 1)

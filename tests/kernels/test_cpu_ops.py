@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stepahead.kernels.block_tables import NULL_BLOCK, GroupLayout, LayerGroups
+from stepahead.kernels.block_tables import NO_SLOT, NULL_BLOCK, GroupLayout, LayerGroups
 from stepahead.kernels.cpu.attention import CacheSize, PagedAttention
 from stepahead.kernels.cpu.ops import CpuOps
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, MAX_PADDED_BLOCKS, cut_buckets
@@ -41,12 +41,13 @@ class Mirror:
         self.dtype = dtype
         self.cache = np.zeros((num_blocks, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM), np.float32)
 
-    def step(self, rows, block_tables, rng, group=None):
+    def step(self, rows, block_tables, rng, group=None, **changes):
         """Feeds random rows; returns the fast result and the reference's, tokens in layout order.
 
-        With a `group` layer 1 keeps its tokens there, the reference where `block_tables` says.
+        With a `group` layer 1 keeps its tokens there, the reference where `block_tables` says. `changes` of the
+        layout are for both.
         """
-        layout = layout_of(rows, block_tables, BLOCK_SIZE, padding=0)
+        layout = replace(layout_of(rows, block_tables, BLOCK_SIZE, padding=0), **changes)
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         qkv = rng.normal(size=(len(layout.positions), heads + 2 * kv_heads, HEAD_DIM)).astype(np.float32)
         prepared = self.attention.prepare(layout if group is None else replace(layout, more_groups=(group,)))
@@ -71,6 +72,7 @@ class Mirror:
                 length,
                 self.shape.scale,
                 window=layer.window,
+                floor=0 if layout.floors is None else int(layout.floors[row]),
                 cap=self.shape.cap,
             )
             expected[begin:end] = result.reshape(end - begin, -1)
@@ -147,6 +149,26 @@ def test_n3_a_group_keeps_a_window_in_few_blocks_of_its_own():
         fast, expected = mirror.step(rows, blocks, rng, group)
         np.testing.assert_allclose(fast, expected, atol=3e-6)
         fed = [start + count for start, count in rows]
+
+
+@pytest.mark.parametrize("window", [None, 6, 140])
+def test_n6_n7_rows_that_see_from_a_floor_on_and_tokens_that_are_not_kept(window):
+    """In front of a floor there is no block; what a token that is not kept would replace stays as it is."""
+    rng = np.random.default_rng(11)
+    layers = (LayerAttention(rope=PLAIN), LayerAttention(rope=PLAIN, window=window))
+    mirror = Mirror(4, 2, num_blocks=140, layers=layers)
+    blocks = rng.permutation(140).reshape(2, 70).tolist()
+    mirror.step([(0, 60), (0, 9)], blocks, rng)
+    before = mirror.cache.copy()
+    for start, count in ((40, 1), (40, 7), (41, 18), (59, 1)):
+        rows = [(start, count), (9, 1)]
+        slots = layout_of(rows, blocks, BLOCK_SIZE).slot_mapping
+        slots[:count] = NO_SLOT
+        floors = np.array([40, 0], np.int32)
+        tables = [[NULL_BLOCK] * 10 + blocks[0][10:], blocks[1]]
+        fast, expected = mirror.step(rows, tables, rng, slot_mapping=slots, floors=floors)
+        np.testing.assert_allclose(fast, expected, atol=3e-6)
+    np.testing.assert_array_equal(mirror.cache[blocks[0]], before[blocks[0]])
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 0.7), (5, 0.7)])

@@ -275,6 +275,9 @@ WRONG_STEPS = {
     "positions has shape": {"token_ids": TOKENS[:4]},
     "logit_tokens: 5 is outside 0..4": {"logit_tokens": np.array([5])},
     "slot_mapping: 640 is outside 0..639": {"slot_mapping": np.array([0, 1, 2, 3, 640])},
+    "slot_mapping: -2 is outside 0..639": {"slot_mapping": np.array([0, 1, 2, 3, -2])},
+    "floors has shape": {"floors": np.array([0], np.int32)},
+    "floors: .*16.* are not the first of a block": {"floors": np.array([16, 0], np.int32)},
     "positions must be consecutive": {"positions": np.array([0, 1, 3, 3, 0])},
     "seq_lens: 401 is outside": {"seq_lens": np.array([4, 401], np.int32)},
     "query_start_loc must rise": {"query_start_loc": np.array([0, 5, 5], np.int32)},
@@ -305,6 +308,7 @@ def test_the_compiled_check_and_the_one_that_explains_agree(small):
     for _ in range(300):
         arrays = {name: getattr(LAYOUT, name).copy() for name in ("positions", "slot_mapping", "query_start_loc")}
         arrays |= {"seq_lens": LAYOUT.seq_lens.copy(), "block_tables": LAYOUT.block_tables.copy()}
+        arrays |= {"floors": np.zeros(2, np.int32)}
         tokens, last = TOKENS.copy(), LAST.copy()
         changeable = [tokens, last, *arrays.values()]
         for index in rng.choice(len(changeable), rng.integers(3), replace=False).tolist():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from stepahead.kernels.block_tables import NO_SLOT, NULL_BLOCK
 from stepahead.kernels.cpu.step.library import TensorKind
 from stepahead.kernels.cpu.step.step_shape import MixtureShape
 from stepahead.kernels.reference.attention import LayerAttention
@@ -148,6 +149,32 @@ def test_h7_the_same_bits_in_a_crowd(name, dtype, isa):
         alone = layout_of([(starts[row], counts[row])], [blocks[row]])
         logits = step.forward(tokens[row][starts[row] :], alone, np.array([counts[row] - 1])).logits
         np.testing.assert_array_equal(logits[0].view(np.uint32), together[row].view(np.uint32))
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("name", ["windows", "window-and-full", "post-norms"])
+def test_n6_n7_rows_that_see_from_a_floor_on_and_tokens_that_are_not_kept(name, isa):
+    """In front of a floor there is no block; what is not kept changes no byte of the cache."""
+    rng = np.random.default_rng(12)
+    shape = shape_of(**ADDITIONS[name])
+    weights = random_weights(shape, biases=False, qk_norm=False)
+    step, reference = make_step(shape, weights, isa), ReferenceDecoder(shape, weights)
+    blocks = rng.permutation(40).reshape(2, 20).tolist()
+    layout = layout_of([(0, 200), (0, 9)], blocks)
+    token_ids = rng.integers(0, shape.vocab_size, 209)
+    step.forward(token_ids, layout, np.arange(209))
+    reference.forward(token_ids, layout)
+    before = [part[:, blocks[0]].copy() for part in step.cache_memory()]
+    for start, count in ((160, 1), (160, 20), (175, 25), (199, 1)):
+        layout = layout_of([(start, count), (9, 1)], blocks)
+        layout.slot_mapping[:count] = NO_SLOT
+        layout.block_tables[0, :10] = NULL_BLOCK
+        layout = replace(layout, floors=np.array([160, 0], np.int32))
+        token_ids = rng.integers(0, shape.vocab_size, count + 1)
+        ours = step.forward(token_ids, layout, np.arange(count + 1)).logits
+        np.testing.assert_allclose(ours, reference.forward(token_ids, layout), atol=2e-5)
+    for part, earlier in zip(step.cache_memory(), before, strict=True):
+        np.testing.assert_array_equal(part[:, blocks[0]], earlier)
 
 
 @pytest.mark.parametrize("isa", SETS)

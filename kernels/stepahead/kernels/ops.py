@@ -44,16 +44,19 @@ class StepLayout:
     """Where the tokens of a step go. Tokens of a row are neighbours; all arrays are on the host.
 
     A row needs the entries of a table from its first query's window on to its last token; in front of them stands
-    `block_tables.NULL_BLOCK` where the group has a window.
+    `block_tables.NULL_BLOCK` where the group has a window, or the row a floor.
     """
 
     positions: NDArray[np.int64]  # [num_tokens]
-    slot_mapping: NDArray[np.int64]  # [num_tokens]
+    slot_mapping: NDArray[np.int64]  # [num_tokens], `block_tables.NO_SLOT` where nothing is written
     query_start_loc: NDArray[np.int32]  # [num_rows + 1]
     seq_lens: NDArray[np.int32]  # [num_rows]
     block_tables: NDArray[np.int32]  # [num_rows, width], entries past a row's need are not read
     more_groups: tuple[GroupLayout, ...] = ()
-    """Of the groups 1 and up; `slot_mapping` and `block_tables` are group 0's."""
+    """Of the groups 1 and up; `slot_mapping`, `block_tables` and `floors` are group 0's."""
+    floors: NDArray[np.int32] | None = None
+    """[num_rows]: in the group's layers a row sees nothing in front of this position, which is the first of a block
+    and at most the row's own first. None: 0 for all rows."""
 
 
 class PackedLinear(Protocol):

@@ -20,6 +20,16 @@ front of it are null: block i once (i + 1) * block_size <= p - window_tokens + 1
 row of the slot feeds in this or any later step. Nothing is sent for that: both sides count positions. A row reads
 nothing through a null entry, and the scheduler gives such a block away once every lower position has completed.
 
+A *replay* rebuilds windows alone: the group without a window, if there is one, has the first num_settled_tokens
+positions, the groups with one have nothing of them.
+
+    positions   0 ............... | replay_start ............... | num_settled_tokens ...
+                null in windows     fed first; rows write groups   fed next, like any others
+                                    with a window, and no others
+
+A row of a replay ends at num_settled_tokens or before, does not sample, and in groups with a window sees nothing
+in front of replay_start.
+
 Columns named alike belong together, entry by entry. All ids are integers; durations are nanoseconds of the
 sender's own clock, never points in time of another host.
 """
@@ -496,6 +506,7 @@ class SlotAdmission(_message.Message):
     CONSTRAINED_FIELD_NUMBER: _builtins.int
     BLOCK_COUNTS_FIELD_NUMBER: _builtins.int
     NULL_COUNTS_FIELD_NUMBER: _builtins.int
+    REPLAY_START_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """A free slot, 0 .. num_slots - 1."""
     incarnation: _builtins.int
@@ -503,9 +514,15 @@ class SlotAdmission(_message.Message):
     num_prompt_tokens: _builtins.int
     """How much of the history is the prompt; output index = position + 1 - num_prompt_tokens."""
     num_settled_tokens: _builtins.int
-    """Positions whose KV is already in `block_ids` (prefix cache, fork); the first row starts here."""
+    """Positions whose KV is already in `block_ids` (prefix cache, fork); the first row starts here, unless there is a
+    replay before it.
+    """
     constrained: _builtins.bool
     """Whether every sampling step of this slot waits for a gate."""
+    replay_start: _builtins.int
+    """Where a replay starts, and with it the slot's first row: 0 .. num_settled_tokens less the largest window_tokens - 1,
+    and below num_settled_tokens. Only for workers with WorkerLimits.replays_windows. Unset: there is no replay.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole history: prompt, then committed outputs."""
@@ -539,12 +556,15 @@ class SlotAdmission(_message.Message):
         constrained: _builtins.bool = ...,
         block_counts: _abc.Iterable[_builtins.int] | None = ...,
         null_counts: _abc.Iterable[_builtins.int] | None = ...,
+        replay_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replay_start", b"_replay_start", "replay_start", b"replay_start", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_counts", b"block_counts", "block_ids", b"block_ids", "constrained", b"constrained", "incarnation", b"incarnation", "null_counts", b"null_counts", "num_prompt_tokens", b"num_prompt_tokens", "num_settled_tokens", b"num_settled_tokens", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replay_start", b"_replay_start", "block_counts", b"block_counts", "block_ids", b"block_ids", "constrained", b"constrained", "incarnation", b"incarnation", "null_counts", b"null_counts", "num_prompt_tokens", b"num_prompt_tokens", "num_settled_tokens", b"num_settled_tokens", "replay_start", b"replay_start", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replay_start: _TypeAlias = _typing.Literal["replay_start"]  # noqa: Y015
+    _WhichOneofArgType__replay_start: _TypeAlias = _typing.Literal["_replay_start", b"_replay_start"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replay_start) -> _WhichOneofReturnType__replay_start | None: ...
 
 Global___SlotAdmission: _TypeAlias = SlotAdmission  # noqa: Y015
 
@@ -1485,6 +1505,7 @@ class WorkerLimits(_message.Message):
     MAX_OVERLAP_DEPTH_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     KV_GROUPS_FIELD_NUMBER: _builtins.int
+    REPLAYS_WINDOWS_FIELD_NUMBER: _builtins.int
     max_num_seqs: _builtins.int
     """Sequences that may run in one step."""
     num_slots: _builtins.int
@@ -1501,6 +1522,8 @@ class WorkerLimits(_message.Message):
     """Largest D."""
     kv_cache_bytes: _builtins.int
     """Bytes of the KV cache."""
+    replays_windows: _builtins.bool
+    """Whether admissions may have a replay_start."""
     @_builtins.property
     def kv_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
         """The KV groups; their order numbers them from 0. At most one has no window, and that is group 0. Empty: one group
@@ -1519,10 +1542,11 @@ class WorkerLimits(_message.Message):
         max_overlap_depth: _builtins.int = ...,
         kv_cache_bytes: _builtins.int = ...,
         kv_groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        replays_windows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_cache_bytes", b"kv_cache_bytes", "kv_groups", b"kv_groups", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_overlap_depth", b"max_overlap_depth", "num_blocks", b"num_blocks", "num_slots", b"num_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "kv_cache_bytes", b"kv_cache_bytes", "kv_groups", b"kv_groups", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_overlap_depth", b"max_overlap_depth", "num_blocks", b"num_blocks", "num_slots", b"num_slots", "replays_windows", b"replays_windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

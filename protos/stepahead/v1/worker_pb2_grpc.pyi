@@ -20,6 +20,16 @@ front of it are null: block i once (i + 1) * block_size <= p - window_tokens + 1
 row of the slot feeds in this or any later step. Nothing is sent for that: both sides count positions. A row reads
 nothing through a null entry, and the scheduler gives such a block away once every lower position has completed.
 
+A *replay* rebuilds windows alone: the group without a window, if there is one, has the first num_settled_tokens
+positions, the groups with one have nothing of them.
+
+    positions   0 ............... | replay_start ............... | num_settled_tokens ...
+                null in windows     fed first; rows write groups   fed next, like any others
+                                    with a window, and no others
+
+A row of a replay ends at num_settled_tokens or before, does not sample, and in groups with a window sees nothing
+in front of replay_start.
+
 Columns named alike belong together, entry by entry. All ids are integers; durations are nanoseconds of the
 sender's own clock, never points in time of another host.
 """

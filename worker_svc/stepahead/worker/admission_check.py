@@ -66,6 +66,7 @@ class AdmissionChecker:
         elif bool((self._table.incarnation == message.incarnation).any()):
             self._faults.add(f"{field}.incarnation", f"{message.incarnation} is in use")
         token_ids = self._check_history(field, message)
+        replay_start = self._check_replay(field, message)
         tables = self._check_tables(field, message)
         sampling = self._sampling.check(f"{field}.sampling", message.sampling)
         if sampling.prompt_logprobs_top_k != NO_LOGPROBS and message.num_settled_tokens:
@@ -79,6 +80,7 @@ class AdmissionChecker:
             token_ids=token_ids,
             num_prompt_tokens=message.num_prompt_tokens,
             num_settled_tokens=message.num_settled_tokens,
+            replay_start=replay_start,
             tables=tables,
             sampling=sampling,
             constrained=message.constrained,
@@ -118,6 +120,24 @@ class AdmissionChecker:
             )
         return token_ids
 
+    def _check_replay(self, field: str, message: SlotAdmission) -> int:
+        """The first position that is fed. Behind a replay every row's window lies in it (rule N7)."""
+        shape, end = self._table.shape, message.num_settled_tokens
+        if not message.HasField("replay_start"):
+            return end
+        start, name = message.replay_start, f"{field}.replay_start"
+        if not shape.replays_windows:
+            self._faults.add(name, "this worker has no windows that can be computed again alone")
+            return end
+        least = max(1, *(group.window - 1 for group in shape.groups))
+        if end - start < least:
+            self._faults.add(
+                name, f"{start} is less than {least} positions, a whole window, before num_settled_tokens {end}"
+            )
+        if start % shape.block_size:
+            self._faults.add(name, f"{start} is no multiple of block_size {shape.block_size}")
+        return start
+
     def _check_tables(self, field: str, message: SlotAdmission) -> tuple[BlockTable, ...]:
         """The block tables by KV group, whatever is wrong with them."""
         groups = self._table.shape.groups
@@ -151,12 +171,13 @@ class AdmissionChecker:
                 self._faults.add(
                     f"{field}.block_ids[{index}]", f"block {block_id} is not in 0 .. {group.num_blocks - 1}"
                 )
-        if table.num_null > (max(0, num_settled - group.window + 1) // size if group.window else 0):
+        # A row sees what its window holds, in a replay no more than what has been fed before it.
+        first = message.replay_start if message.HasField("replay_start") else num_settled - group.window + 1
+        if table.num_null > (max(0, first) // size if group.window else 0):
             self._faults.add(
                 f"{field}.null_counts",
-                f"{table.num_null} null blocks of {size}, but the window of position {num_settled} begins there",
+                f"{table.num_null} null blocks of {size}, but position {max(0, first)} is seen in one of them",
             )
-        if num_settled > len(table) * size:
-            self._faults.add(
-                f"{field}.num_settled_tokens", f"{num_settled} do not fit {len(table)} blocks of {size}"
-            )
+        held = first if group.window and message.HasField("replay_start") else num_settled
+        if held > len(table) * size:
+            self._faults.add(f"{field}.num_settled_tokens", f"{held} do not fit {len(table)} blocks of {size}")

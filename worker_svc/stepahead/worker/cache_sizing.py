@@ -105,6 +105,7 @@ def size_cache(
         max_num_seqs=settings.max_num_seqs,
         more_groups=tuple(map(CacheGroup, sizes[1:], blocks[1:])),
         group_of_layer=tuple(sizes.index(window) for window in windows),
+        replays_windows=facts.replays_windows and any(sizes),
     )
 
 

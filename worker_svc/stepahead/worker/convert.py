@@ -145,6 +145,7 @@ def worker_info_message(
             max_overlap_depth=max_overlap_depth,
             kv_cache_bytes=sum(cache_bytes(shape, facts)),
             kv_groups=_kv_groups(facts, shape),
+            replays_windows=shape.replays_windows,
         ),
         device=facts.device,
         version=version,

@@ -100,6 +100,8 @@ def _check_span(
     if end > history_len and count > 1:
         faults.add(field, f"slot {slot} has a history of {history_len}: positions up to {end - 1} are not known")
     _check_end(field, slot, end, overlay, faults)
+    if start < after.replay_end < end:
+        faults.add(field, f"slot {slot} replays up to position {after.replay_end - 1} in rows of its own")
     if samples and end < history_len:
         faults.add(
             f"row_samples[{index}]",

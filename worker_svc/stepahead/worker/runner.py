@@ -114,7 +114,7 @@ class StepBatch:
     block_tables: Int32Array
     """[num_rows, width], of KV group 0. Entries past a row's need are 0 and must not be read; where the group has a
     window, those before the window of the row's first position are NULL_BLOCK."""
-    slot_mapping: Int64Array  # [num_tokens], block_id * block_size + offset: where the KV goes
+    slot_mapping: Int64Array  # [num_tokens], block_id * block_size + offset: where the KV goes; NO_SLOT: nowhere
     sample_rows: Int32Array  # [num_samples], indexes of the rows that sample, ascending
     sampling: SamplingColumns
     invalidated_slots: Int32Array  # slots released or admitted by this plan: their cells become NO_POSITION first
@@ -125,7 +125,9 @@ class StepBatch:
     prompt_targets: tuple[PromptTargets, ...] = ()
     """Ascending by row. Never of rows that feed LAST_SAMPLE inside the prompt: there are none."""
     more_groups: tuple[GroupLayout, ...] = ()
-    """Of the KV groups 1 and up; `block_tables` and `slot_mapping` are group 0's."""
+    """Of the KV groups 1 and up; `block_tables`, `slot_mapping` and `floors` are group 0's."""
+    floors: Int32Array | None = None
+    """[num_rows], see `StepLayout.floors`: where rows of a replay begin to see. None: no row is one."""
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +200,8 @@ class CacheShape:
     """The KV groups 1 and up; each has a window."""
     group_of_layer: tuple[int, ...] = ()
     """[num_layers]; empty: all layers are group 0."""
+    replays_windows: bool = False
+    """Whether there are KV groups with a window whose states can be computed again alone."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -238,6 +242,8 @@ class ModelFacts:
     """[num_layers], positions a query of the layer sees, 0: all; empty: every layer sees all."""
     stored_weight_bytes: int | None = None
     """As they lie in memory; None: `weight_bytes`."""
+    replays_windows: bool = False
+    """Whether steps may have rows of a replay: floors, and slot mappings with NO_SLOT."""
 
 
 class Runner(Protocol):

@@ -43,6 +43,8 @@ class SlotAfter:
 
     incarnation: int
     next_position: int
+    replay_end: int
+    """Rows from a position in front of it are of a replay."""
     history_len: int
     num_blocks: tuple[int, ...]
     """By KV group."""
@@ -73,6 +75,7 @@ class SlotOverlay:
         return SlotAfter(
             incarnation=int(table.incarnation[slot]),
             next_position=int(table.next_position[slot]),
+            replay_end=int(table.replay_end[slot]),
             history_len=int(table.history_len[slot]),
             num_blocks=tuple(int(group.num_blocks[slot]) for group in table.groups),
             hole_position=int(table.hole_position[slot]),
@@ -126,7 +129,8 @@ class SlotOverlay:
         """The slot takes a sequence."""
         self._touched[admission.slot] = SlotAfter(
             incarnation=admission.incarnation,
-            next_position=admission.num_settled_tokens,
+            next_position=admission.replay_start,
+            replay_end=admission.num_settled_tokens,
             history_len=len(admission.token_ids),
             num_blocks=tuple(len(table) for table in admission.tables),
             hole_position=NO_HOLE,

@@ -75,6 +75,7 @@ class Admission:
     token_ids: Int64Array  # [history length]
     num_prompt_tokens: int
     num_settled_tokens: int
+    replay_start: int  # first position fed; num_settled_tokens itself where there is no replay
     tables: tuple[BlockTable, ...]  # by KV group
     sampling: SamplingOptions
     constrained: bool
@@ -95,6 +96,8 @@ class SlotTable:
         self.next_position = np.zeros(num_slots, np.int64)
         self.history_len = np.zeros(num_slots, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int64)
+        self.replay_start = np.zeros(num_slots, np.int64)  # rows from here ..
+        self.replay_end = np.zeros(num_slots, np.int64)  # .. to here write KV groups with a window only
         self.groups = [GroupTables(group.window, num_slots, self.max_blocks) for group in shape.groups]
         self.capacity = np.zeros(num_slots, np.int64)  # positions the tables and max_model_len allow
         self.temperature = np.zeros(num_slots, np.float32)
@@ -141,7 +144,8 @@ class SlotTable:
         self.history[slot] = admission.token_ids
         self.history_len[slot] = len(admission.token_ids)
         self.num_prompt[slot] = admission.num_prompt_tokens
-        self.next_position[slot] = admission.num_settled_tokens
+        self.next_position[slot] = self.replay_start[slot] = admission.replay_start
+        self.replay_end[slot] = admission.num_settled_tokens
         for tables, table in zip(self.groups, admission.tables, strict=True):
             tables.block_tables[slot] = 0
             tables.block_tables[slot, table.num_null : len(table)] = table.block_ids

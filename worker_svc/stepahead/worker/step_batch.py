@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepahead.kernels.block_tables import NULL_BLOCK, GroupLayout
+from stepahead.kernels.block_tables import NO_SLOT, NULL_BLOCK, GroupLayout
 from stepahead.worker.runner import (
     LAST_SAMPLE,
     NO_LOGPROBS,
@@ -123,7 +123,10 @@ class BatchBuilder:
             rows_of = (slots.astype(np.int32), slots.tolist(), table.incarnation[slots].tolist())
         ends = tokens.positions[query_start_loc[1:] - 1] + 1
         starts = tokens.positions[query_start_loc[:-1]]
-        groups = [self._group_layout(group, slots, tokens, starts, int(ends.max())) for group in table.groups]
+        replays = self._replays(edits.rows, len(slots))
+        groups = [
+            self._group_layout(group, slots, tokens, starts, int(ends.max()), replays) for group in table.groups
+        ]
         rows = StepRows(
             slots=rows_of[1],
             incarnations=rows_of[2],
@@ -147,6 +150,7 @@ class BatchBuilder:
             zeroed_blocks=edits.zeroed_blocks,
             prompt_targets=self._prompt_targets(edits.rows),
             more_groups=tuple(groups[1:]),
+            floors=groups[0].floors,
         )
         table.next_position[slots] = ends
         table.last_row_step[slots] = step_id
@@ -244,12 +248,29 @@ class BatchBuilder:
             raise RuntimeError(message)
         return history
 
+    def _replays(self, rows: list[ExplicitRow], num_rows: int) -> Int32Array | None:
+        """[num_rows], where the replays that rows belong to started, -1: the row belongs to none; None: all."""
+        table = self._table
+        starts = np.full(num_rows, -1, np.int32)
+        for index, row in enumerate(rows):
+            if row.start < table.replay_end[row.slot]:
+                starts[index] = table.replay_start[row.slot]
+        return starts if (starts >= 0).any() else None
+
     def _group_layout(
-        self, group: GroupTables, slots: SlotIndex, tokens: _Tokens, starts: Int64Array, longest: int
+        self,
+        group: GroupTables,
+        slots: SlotIndex,
+        tokens: _Tokens,
+        starts: Int64Array,
+        longest: int,
+        replays: Int32Array | None,
     ) -> GroupLayout:
         """Where a KV group keeps the tokens, and the block tables of the rows, no wider than the longest needs.
 
         What lies before the window of a row's first position is null: its block may be somebody else's by now.
+        A replay keeps nothing where everything is seen (rule N6: what is there is shared, and exact), and where a
+        window is, sees nothing before its start (rule N7).
         """
         size = self._table.shape.block_size
         owners = slots if len(slots) == len(tokens.positions) else np.repeat(slots, tokens.counts)
@@ -257,10 +278,14 @@ class BatchBuilder:
         slot_mapping = group.block_tables[owners, blocks].astype(np.int64) * size + offsets
         width = -(-longest // size)
         tables: Int32Array = group.block_tables[:, :width].take(slots, axis=0)
-        if group.window:
-            num_null = np.maximum(starts - group.window + 1, 0) // size
-            tables[np.arange(width) < num_null[:, None]] = NULL_BLOCK
-        return GroupLayout(slot_mapping, tables)
+        if not group.window:
+            if replays is not None:
+                slot_mapping[np.repeat(replays >= 0, tokens.counts)] = NO_SLOT
+            return GroupLayout(slot_mapping, tables)
+        floors = None if replays is None else np.maximum(replays, 0)
+        num_null = np.maximum(starts - group.window + 1, 0 if floors is None else floors) // size
+        tables[np.arange(width) < num_null[:, None]] = NULL_BLOCK
+        return GroupLayout(slot_mapping, tables, floors)
 
     def _sampling(self, columns: _Columns, last_positions: Int64Array) -> SamplingColumns:
         output_index = last_positions + 1 - columns.num_prompt

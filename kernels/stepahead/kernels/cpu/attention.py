@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stepahead.kernels.block_tables import LayerGroups
+from stepahead.kernels.block_tables import NO_SLOT, LayerGroups
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.cpu.step_layout import CHUNK_TILE, Chunk, CpuStep, DecodeBucket, LayoutBuilder, slot_mappings
 from stepahead.kernels.ops import AttentionShape, StepLayout
@@ -59,9 +59,9 @@ class PagedAttention:
         layers = [shape.layer(index) for index in range(shape.num_layers)]
         ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope is not None))
         tables = [signed_tables(rope, size.max_positions, dtype) for rope in ropes]
-        self._windows = [layer.window for layer in layers]
+        self._views = [(group, layer.window) for group, layer in zip(self._group_of, layers, strict=True)]
         self._table_of = [None if layer.rope is None else ropes.index(layer.rope) for layer in layers]
-        self._layouts = LayoutBuilder(shape, block_size, size.group_blocks, tables, dtype)
+        self._layouts = LayoutBuilder(shape, block_size, size.group_blocks, self._views, tables, dtype)
         self._gathered = torch.empty(0, dtype=dtype)
         future = torch.ones(CHUNK_TILE, CHUNK_TILE, dtype=torch.bool).triu(1)
         self._causal_bias = torch.zeros(CHUNK_TILE, CHUNK_TILE, dtype=dtype).masked_fill(future, -torch.inf)
@@ -83,7 +83,8 @@ class PagedAttention:
     def prepare(self, layout: StepLayout) -> CpuStep:
         """Clears the blocks whose first kv_slot this step writes and returns the step's indexes."""
         for cache, slot_mapping in zip(self._caches, slot_mappings(layout), strict=True):
-            begun = slot_mapping[slot_mapping % self._block_size == 0] // self._block_size
+            is_first = (slot_mapping % self._block_size == 0) & (slot_mapping != NO_SLOT)
+            begun = slot_mapping[is_first] // self._block_size
             if len(begun):
                 cache.index_fill_(1, as_tensor(begun), 0)
         return self._layouts.build(layout)
@@ -99,8 +100,11 @@ class PagedAttention:
             turned = heads[:, : shape.num_heads + shape.num_kv_heads]
             swapped = turned.roll(head_dim // 2, -1)
             torch.addcmul(turned * cos, swapped, sin, out=turned)
-        vectors = heads[:, shape.num_heads :].reshape(-1, head_dim)
-        self._vector_rows[layer].index_copy_(0, step.write_index[self._group_of[layer]], vectors)
+        group = self._group_of[layer]
+        vectors, written = heads[:, shape.num_heads :], step.written[group]
+        if written is not None:
+            vectors = vectors.index_select(0, written)
+        self._vector_rows[layer].index_copy_(0, step.write_index[group], vectors.reshape(-1, head_dim))
 
         queries = heads[:, : shape.num_heads]
         if not step.chunks and len(step.buckets) == 1:
@@ -132,7 +136,7 @@ class PagedAttention:
         )
         grouped = queries.reshape(batch, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         scores = torch.bmm(grouped, gathered[0].transpose(1, 2))
-        bias = bucket.biases[self._windows[layer]]
+        bias = bucket.biases[self._views[layer]]
         if shape.cap is None:
             torch.add(bias, scores, alpha=shape.scale, out=scores)
         else:
@@ -146,11 +150,12 @@ class PagedAttention:
         kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         gathered = self._gather(layer, chunk.gather[self._group_of[layer]])
         keys, values = gathered.view(2, kv_heads, chunk.num_keys, shape.head_dim)
-        start, window = chunk.seq_len - chunk.num_tokens, self._windows[layer]
+        start = chunk.seq_len - chunk.num_tokens
+        in_group, window = self._views[layer]
         for first in range(0, chunk.num_tokens, CHUNK_TILE):
             end = min(first + CHUNK_TILE, chunk.num_tokens)
             tile, visible = end - first, start + end
-            oldest = 0 if window is None else max(0, start + first - window + 1)
+            oldest = max(chunk.floors[in_group], 0 if window is None else start + first - window + 1)
             grouped = queries[first:end].reshape(tile, kv_heads, group, shape.head_dim).transpose(0, 1)
             grouped = grouped.reshape(kv_heads, tile * group, shape.head_dim)
             scores = torch.bmm(grouped, keys[:, oldest:visible].transpose(1, 2)).mul_(shape.scale)

@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stepahead.kernels.block_tables import NULL_BLOCK
+from stepahead.kernels.block_tables import NO_SLOT, NULL_BLOCK
 from stepahead.kernels.cpu.host_arrays import as_tensor
 from stepahead.kernels.ops import AttentionShape, StepLayout
+
+LayerView = tuple[int, int | None]
+"""What decides which keys a layer sees: its group and its window."""
 
 MAX_PADDED_BLOCKS = 48
 """Blocks a bucket may waste: about what starting another bucket costs in every layer (measured, 2 cores)."""
@@ -37,8 +40,8 @@ class DecodeBucket:
     num_keys: int
     gather: tuple[torch.Tensor, ...]
     """By group: [2 * num_rows * num_kv_heads * num_blocks] rows of the cache, see `attention`."""
-    biases: Mapping[int | None, torch.Tensor]
-    """By window: [num_rows * num_kv_heads, 1, num_keys], 0 or -infinity."""
+    biases: Mapping[LayerView, torch.Tensor]
+    """[num_rows * num_kv_heads, 1, num_keys], 0 or -infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Chunk:
     seq_len: int
     gather: tuple[torch.Tensor, ...]
     """By group: [2 * num_kv_heads * num_blocks]."""
+    floors: tuple[int, ...]
+    """By group: the first position that is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,9 @@ class CpuStep:
     turns: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """(cos, sin) of each set of tables: [num_tokens, 1, head_dim], the first half of sin negated."""
     write_index: tuple[torch.Tensor, ...]
-    """By group: [num_tokens * 2 * num_kv_heads] rows of the cache seen as head vectors."""
+    """By group: [num_written * 2 * num_kv_heads] rows of the cache seen as head vectors."""
+    written: tuple[torch.Tensor | None, ...]
+    """By group: [num_written] tokens of the step whose keys and values are kept; None: all."""
     chunks: tuple[Chunk, ...]
     buckets: tuple[DecodeBucket, ...]
 
@@ -102,10 +109,11 @@ class LayoutBuilder:
         shape: AttentionShape,
         block_size: int,
         null_blocks: Sequence[int],
+        views: Sequence[LayerView],
         tables: Sequence[tuple[torch.Tensor, torch.Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        """Takes, beside sizes, a null block per group and each set of tables (cos, sin).
+        """Takes, beside sizes, a null block per group, what each layer sees, and each set of tables (cos, sin).
 
         Tables are [num_positions, head_dim], the sign in sin.
         """
@@ -114,7 +122,7 @@ class LayoutBuilder:
         self._null_blocks = tuple(null_blocks)
         self._tables = tables
         self._dtype = dtype
-        self._windows = {shape.layer(index).window for index in range(shape.num_layers)}
+        self._views = sorted(set(views), key=str)
 
     def build(self, layout: StepLayout) -> CpuStep:
         """Returns the step's indexes and masks."""
@@ -140,13 +148,15 @@ class LayoutBuilder:
             buckets.append(self._bucket(layout, decode_rows[first:end], first_token, num_blocks))
             first_token += end - first
         positions = as_tensor(layout.positions[order])
+        writes = [self._writes(mapping[order]) for mapping in slot_mappings(layout)]
         return CpuStep(
             token_order=order,
             turns=tuple(
                 (cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1))
                 for cos, sin in self._tables
             ),
-            write_index=tuple(self._write_index(mapping[order]) for mapping in slot_mappings(layout)),
+            write_index=tuple(index for index, _ in writes),
+            written=tuple(tokens for _, tokens in writes),
             chunks=tuple(chunks),
             buckets=tuple(buckets),
         )
@@ -158,6 +168,7 @@ class LayoutBuilder:
             num_keys=num_blocks * self._block_size,
             seq_len=int(layout.seq_lens[row]),
             gather=self._gathers(layout, np.array([row]), np.ones((1, num_blocks), np.bool_)),
+            floors=tuple(0 if floors is None else int(floors[row]) for floors in _floors(layout)),
         )
 
     def _bucket(
@@ -166,12 +177,13 @@ class LayoutBuilder:
         widest = int(num_blocks[rows[0]])
         used = np.arange(widest) < num_blocks[rows, None]
         num_keys = widest * self._block_size
+        lens, floors = layout.seq_lens[rows], [None if each is None else each[rows] for each in _floors(layout)]
         return DecodeBucket(
             first_token=first_token,
             num_rows=len(rows),
             num_keys=num_keys,
             gather=self._gathers(layout, rows, used),
-            biases={window: self._bias(layout.seq_lens[rows], num_keys, window) for window in self._windows},
+            biases={view: self._bias(lens, floors[view[0]], num_keys, view[1]) for view in self._views},
         )
 
     def _gathers(
@@ -186,22 +198,37 @@ class LayoutBuilder:
             gathers.append(gather_index(blocks, self._num_kv_heads))
         return tuple(gathers)
 
-    def _bias(self, seq_lens: NDArray[np.int32], num_keys: int, window: int | None) -> torch.Tensor:
+    def _bias(
+        self, seq_lens: NDArray[np.int32], floors: NDArray[np.int32] | None, num_keys: int, window: int | None
+    ) -> torch.Tensor:
         """Returns what hides keys from rows of one token, the last of their sequences."""
         keys, ends = np.arange(num_keys), seq_lens[:, None].astype(np.int64)
         visible = keys < ends
         if window is not None:
             visible &= keys >= ends - window
+        if floors is not None:
+            visible &= keys >= floors[:, None]
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))
         return as_tensor(np.repeat(bias, self._num_kv_heads, axis=0)[:, None, :]).to(self._dtype)
 
-    def _write_index(self, slot_mapping: NDArray[np.int64]) -> torch.Tensor:
+    def _writes(self, slot_mapping: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns where keys and values go, and whose they are: None for every token's."""
+        written: torch.Tensor | None = None
+        kept = slot_mapping != NO_SLOT
+        if not kept.all():
+            written = as_tensor(np.flatnonzero(kept))
+            slot_mapping = slot_mapping[kept]
         blocks, offsets = np.divmod(slot_mapping, self._block_size)
         vectors = 2 * self._num_kv_heads
         rows = (blocks[:, None] * vectors + np.arange(vectors)) * self._block_size + offsets[:, None]
-        return as_tensor(rows.reshape(-1))
+        return as_tensor(rows.reshape(-1)), written
 
 
 def slot_mappings(layout: StepLayout) -> list[NDArray[np.int64]]:
-    """Returns where each group keeps the tokens: [num_tokens] kv_slots, group 0 first."""
+    """Returns where each group keeps the tokens: [num_tokens] kv_slots or NO_SLOT, group 0 first."""
     return [layout.slot_mapping, *(group.slot_mapping for group in layout.more_groups)]
+
+
+def _floors(layout: StepLayout) -> list[NDArray[np.int32] | None]:
+    """Returns the floors of each group, group 0 first."""
+    return [layout.floors, *(group.floors for group in layout.more_groups)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stepahead.kernels.block_tables import NO_SLOT
 from stepahead.kernels.reference.elementwise import softcap
 from stepahead.kernels.reference.rope import RopeConfig
 
@@ -44,11 +45,12 @@ def write_kv(
         cache: one layer's cache, written in place.
         keys: [num_tokens, num_kv_heads, head_dim] float32, rotated.
         values: as `keys`, not rotated.
-        slot_mapping: [num_tokens] int64, a kv_slot for each token.
+        slot_mapping: [num_tokens] int64, a kv_slot for each token, or NO_SLOT: it is not kept.
     """
-    blocks, offsets = np.divmod(slot_mapping, cache.shape[3])
-    cache[blocks, 0, :, offsets] = keys
-    cache[blocks, 1, :, offsets] = values
+    kept = slot_mapping != NO_SLOT
+    blocks, offsets = np.divmod(slot_mapping[kept], cache.shape[3])
+    cache[blocks, 0, :, offsets] = keys[kept]
+    cache[blocks, 1, :, offsets] = values[kept]
 
 
 def paged_attention(
@@ -59,6 +61,7 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    floor: int = 0,
     cap: float | None = None,
 ) -> NDArray[np.float32]:
     """Returns causal attention of one row: its last `num_tokens` positions over all of its context.
@@ -72,6 +75,7 @@ def paged_attention(
         seq_len: last position + 1.
         scale: factor on the scores, usually 1 / sqrt(head_dim).
         window: keys a query sees, see `LayerAttention` (sliding window: Beltagy et al., 2020).
+        floor: positions in front of it are not seen, whatever the window; at most the first query's.
         cap: bound on the scores, see `elementwise.softcap`; None: none.
 
     Returns:
@@ -88,7 +92,7 @@ def paged_attention(
         scores = softcap(scores, cap)
     positions = np.arange(seq_len - num_tokens, seq_len, dtype=np.int64)[:, None]
     key_positions = np.arange(seq_len)[None, :]
-    hidden = key_positions > positions
+    hidden = (key_positions > positions) | (key_positions < floor)
     if window is not None:
         hidden |= key_positions <= positions - window
     scores[:, hidden] = -np.inf

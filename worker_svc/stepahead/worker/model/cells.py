@@ -24,7 +24,8 @@ class ResolvedStep:
     block_tables: NDArray[np.int32]  # [num_kept_rows, width]
     hole_rows: frozenset[int]
     more_groups: tuple[GroupLayout, ...] = ()
-    """Of the KV groups 1 and up; `slot_mapping` and `block_tables` are group 0's."""
+    """Of the KV groups 1 and up; `slot_mapping`, `block_tables` and `floors` are group 0's."""
+    floors: NDArray[np.int32] | None = None  # [num_kept_rows], see `StepLayout.floors`
 
 
 class SlotCells:
@@ -59,6 +60,7 @@ class SlotCells:
                 block_tables=batch.block_tables,
                 hole_rows=frozenset(),
                 more_groups=batch.more_groups,
+                floors=batch.floors,
             )
         row_of_token = np.repeat(np.arange(batch.num_rows), counts)
         holes = np.zeros(batch.num_rows, dtype=np.bool_)
@@ -76,8 +78,14 @@ class SlotCells:
             block_tables=batch.block_tables[rows],
             hole_rows=frozenset(np.flatnonzero(holes).tolist()),
             more_groups=tuple(
-                GroupLayout(each.slot_mapping[kept_tokens], each.block_tables[rows]) for each in batch.more_groups
+                GroupLayout(
+                    each.slot_mapping[kept_tokens],
+                    each.block_tables[rows],
+                    None if each.floors is None else each.floors[rows],
+                )
+                for each in batch.more_groups
             ),
+            floors=None if batch.floors is None else batch.floors[rows],
         )
 
     def store(self, slots: NDArray[np.int32], token_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:

@@ -115,6 +115,7 @@ class CpuRunner(HostRunner):
                 available_bytes=None if self._leader is None else self._leader.available_bytes,
                 layer_windows=tuple(layer.window or 0 for layer in config.layers),
                 stored_weight_bytes=engine.stored_bytes,
+                replays_windows=True,
             )
         _log.info(
             "model_loaded",
@@ -223,6 +224,7 @@ class CpuRunner(HostRunner):
             seq_lens=step.seq_lens,
             block_tables=step.block_tables,
             more_groups=step.more_groups,
+            floors=step.floors,
         )
         last_tokens = step.query_start_loc[choice_rows + 1].astype(np.int64) - 1
         if not len(prompt_tokens):

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from stepahead.kernels.cpu.step.build import BuildUnavailable, built_library
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 class InstructionSet(IntEnum):
@@ -150,6 +150,7 @@ class Batch(ctypes.Structure):
         ("query_start_loc", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
+        ("floors", ctypes.c_void_p),
         ("logit_tokens", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("best_ids", ctypes.c_void_p),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stepahead.kernels.block_tables import NO_SLOT
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -95,7 +97,7 @@ def step_arrays(
     if layout.more_groups:
         mappings = np.stack([layout.slot_mapping, *(group.slot_mapping for group in layout.more_groups)])
         tables = np.stack([layout.block_tables, *(group.block_tables for group in layout.more_groups)])
-    return {
+    inputs = {
         "token_ids": np.ascontiguousarray(token_ids, np.int64),
         "positions": np.ascontiguousarray(layout.positions, np.int64),
         "slot_mapping": np.ascontiguousarray(mappings, np.int64),
@@ -104,6 +106,11 @@ def step_arrays(
         "block_tables": np.ascontiguousarray(tables, np.int32),
         "logit_tokens": np.ascontiguousarray(logit_tokens, np.int64),
     }
+    floors = [layout.floors, *(group.floors for group in layout.more_groups)]
+    if any(each is not None for each in floors):
+        none = np.zeros(len(layout.seq_lens), np.int32)
+        inputs["floors"] = np.stack([none if each is None else each for each in floors]).astype(np.int32)
+    return inputs
 
 
 def check_range(name: str, values: NDArray[Any], end: int) -> None:
@@ -128,6 +135,8 @@ def check_shapes(inputs: dict[str, NDArray[Any]], cache: StepCache) -> None:
         raise ValueError(
             f"query_start_loc {starts.shape} and block_tables {tables.shape} do not fit {num_rows} seq_lens"
         )
+    if "floors" in inputs and inputs["floors"].shape != tables.shape[:2]:
+        raise ValueError(f"floors has shape {inputs['floors'].shape}, must be {tables.shape[:2]}")
 
 
 def check_entries(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: StepCache) -> None:
@@ -152,16 +161,20 @@ def check_entries(inputs: dict[str, NDArray[Any]], vocab_size: int, cache: StepC
 
 
 def _check_blocks(inputs: dict[str, NDArray[Any]], cache: StepCache, first_positions: NDArray[Any]) -> None:
-    """What each row needs of a table: from the window of its first position on, to its last token."""
+    """What each row needs of a table: from the window of its first position or its floor on, to its last token."""
     lens, tables = inputs["seq_lens"], inputs["block_tables"]
     needed = -(-lens // cache.block_size)
     if needed.max() > tables.shape[2]:
         raise ValueError(f"block_tables: {tables.shape[2]} columns, a row needs {int(needed.max())}")
     columns = np.arange(tables.shape[2], dtype=np.int32)
+    floors = inputs.get("floors", np.zeros(tables.shape[:2], np.int32))
+    if (floors % cache.block_size).any() or (floors < 0).any() or (floors > first_positions).any():
+        raise ValueError(f"floors: {floors.tolist()} are not the first of a block and at most a row's own first")
     for group, (num_blocks, window) in enumerate(zip(cache.group_blocks, cache.group_windows, strict=True)):
-        check_range("slot_mapping", inputs["slot_mapping"][group], num_blocks * cache.block_size)
-        used = np.less(columns, needed[:, None])
+        slots = inputs["slot_mapping"][group]
+        check_range("slot_mapping", slots[slots != NO_SLOT], num_blocks * cache.block_size)
+        oldest = floors[group]
         if window is not None:
-            oldest = np.maximum(first_positions - window + 1, 0) // cache.block_size
-            used &= np.greater_equal(columns, oldest[:, None])
+            oldest = np.maximum(first_positions - window + 1, oldest)
+        used = (columns < needed[:, None]) & (columns >= oldest[:, None] // cache.block_size)
         check_range("block_tables", tables[group][used], num_blocks)

@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define STEP_ABI_VERSION 9
+#define STEP_ABI_VERSION 10
 #define STEP_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace step {
@@ -93,15 +93,17 @@ struct CacheDims {
 };
 
 // One step. Tokens of a row are neighbours; positions of a row are consecutive and end at seq_lens - 1. Entries of a
-// block table in front of the window of the row's first token are not read.
+// block table in front of the window of the row's first token, or of its floor, are not read.
 struct Batch {
   int32_t num_rows, num_tokens, table_width, num_logits;
   const int64_t* token_ids;        // [num_tokens]
   const int64_t* positions;        // [num_tokens]
-  const int64_t* slot_mapping;     // [num_groups][num_tokens]
+  const int64_t* slot_mapping;     // [num_groups][num_tokens], -1: the token's key and value are not kept
   const int32_t* query_start_loc;  // [num_rows + 1]
   const int32_t* seq_lens;         // [num_rows]
   const int32_t* block_tables;     // [num_groups][num_rows][table_width]
+  const int32_t* floors;           // [num_groups][num_rows], positions in front are not seen: the first of a block and
+                                   // at most the row's own first; null: 0 everywhere
   const int64_t* logit_tokens;     // [num_logits], indexes of tokens
   float* logits;                   // [num_logits][vocab_size], or null: nobody reads them
   int64_t* best_ids;               // [num_logits], the lowest id of the largest logit

@@ -121,7 +121,7 @@ static bool allocate_activations(Model& m) {
 }
 
 // Positions consecutive and last, and every block of the tables that attention reads: from the window of the first
-// position on.
+// position or the floor on.
 static bool is_row_sound(const Model& m, const Batch& batch, int32_t row) {
   const int64_t begin = batch.query_start_loc[row], end = batch.query_start_loc[row + 1];
   const int64_t size = m.cache.block_size, length = batch.seq_lens[row], first = length - (end - begin);
@@ -132,7 +132,9 @@ static bool is_row_sound(const Model& m, const Batch& batch, int32_t row) {
   if (needed > batch.table_width) return false;
   for (int64_t group = 0; group < m.cache.num_groups; group++) {
     const int32_t* table = batch.block_tables + (group * batch.num_rows + row) * batch.table_width;
-    const int64_t window = m.cache.windows[group], oldest = window && first >= window ? first - window + 1 : 0;
+    const int64_t window = m.cache.windows[group], floor = floor_of(batch, group, row);
+    if (floor < 0 || floor > first || floor % size) return false;
+    const int64_t oldest = window && first >= window + floor ? first - window + 1 : floor;
     for (int64_t column = oldest / size; column < needed; column++)
       if (table[column] < 0 || table[column] >= m.cache.num_blocks[group]) return false;
   }
@@ -272,7 +274,7 @@ STEP_EXPORT int32_t step_check(void* handle, const Batch* batch, int32_t cells) 
   for (int32_t group = 0; ok && group < m.cache.num_groups; group++) {
     const int64_t num_slots = m.cache.num_blocks[group] * m.cache.block_size;
     const int64_t* slots = batch->slot_mapping + group * num_tokens;
-    for (int64_t t = 0; ok && t < num_tokens; t++) ok = slots[t] >= 0 && slots[t] < num_slots;
+    for (int64_t t = 0; ok && t < num_tokens; t++) ok = slots[t] >= -1 && slots[t] < num_slots;
   }
   for (int64_t i = 0; ok && i < batch->num_logits; i++)
     ok = batch->logit_tokens[i] >= 0 && batch->logit_tokens[i] < num_tokens;

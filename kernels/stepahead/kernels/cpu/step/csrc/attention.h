@@ -43,15 +43,17 @@ inline int64_t tile_of(const step::Model& m, int64_t position) {
 inline int64_t tiles_of(const step::Model& m, int64_t count) { return tile_of(m, count - 1) + 1; }
 
 // The first position that a row sees that sees up to `visible`.
-inline int64_t oldest_of(int64_t window, int64_t visible) { return window && visible > window ? visible - window : 0; }
+inline int64_t oldest_of(int64_t window, int64_t floor, int64_t visible) {
+  return window && visible > window + floor ? visible - window : floor;
+}
 
 // The first tile that any row of a task sees: its first row's.
 inline int64_t first_tile(const step::Model& m, const step::Batch& batch, int layer, const step::AttentionTask& task) {
-  const int64_t window = m.layers[layer].window;
-  if (!window) return 0;
+  const int64_t window = m.layers[layer].window, floor = step::floor_of(batch, m.layers[layer].group, task.row);
+  if (!window) return tile_of(m, floor);
   const int64_t count = batch.query_start_loc[task.row + 1] - batch.query_start_loc[task.row];
   const int64_t visible = batch.seq_lens[task.row] - count + task.first_query / m.group_heads + 1;
-  return tile_of(m, oldest_of(window, visible));
+  return tile_of(m, oldest_of(window, floor, visible));
 }
 
 template <class P>
@@ -244,7 +246,8 @@ void attend(step::Model& m, const step::Batch& batch, int layer, const step::Att
   const int64_t place = (task.kv_head * m.cache.max_tokens + begin) * m.group_heads + task.first_query;
   const auto* queries = reinterpret_cast<const typename P::Activation*>(m.queries) + place * m.padded_head;
 
-  const int64_t window = m.layers[layer].window, begin_tile = first_tile(m, batch, layer, task);
+  const int64_t window = m.layers[layer].window, floor = step::floor_of(batch, m.layers[layer].group, task.row);
+  const int64_t begin_tile = first_tile(m, batch, layer, task);
   Part<P> next = find_part<P>(m, batch, layer, task, begin_tile, num_tiles);
   for (int64_t tile = begin_tile, next_tile; tile < num_tiles; tile = next_tile) {
     const Part<P> part = next;
@@ -259,8 +262,8 @@ void attend(step::Model& m, const step::Batch& batch, int layer, const step::Att
     score_keys<P>(m, part, queries, task.num_queries, scratch.scores);
     if (m.dims.attention_cap > 0) cap_scores<P>(part, task.num_queries, m.dims.attention_cap, scratch.scores);
     for (int q = 0; q < task.num_queries; q++)
-      weigh_keys<P>(part, oldest_of(window, visible(q)), visible(q), scratch.scores + q * step::PART_KEYS,
-                    scratch.weights + q * step::PART_KEYS, scratch.part_largest + q, scratch.part_sum + q);
+      weigh_keys<P>(part, oldest_of(window, floor, visible(q)), visible(q),
+                    scratch.scores + q * step::PART_KEYS, scratch.weights + q * step::PART_KEYS, scratch.part_largest + q, scratch.part_sum + q);
     float* out = tile == begin_tile ? result : part_result;
     mix_values<P>(m, part, next, most, scratch.weights, task.num_queries, last_values, out);
     for (int q = 0; q < task.num_queries; q++) {

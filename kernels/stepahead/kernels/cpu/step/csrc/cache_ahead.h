@@ -58,7 +58,8 @@ class CacheAhead {
     if (row >= end_row) return;
     if (block < 0) {
       const int64_t size = m.cache.block_size, window = m.layers[layer].window, length = batch.seq_lens[row];
-      block = window && length > window ? (length - window) / size : 0;
+      const int64_t floor = step::floor_of(batch, m.layers[layer].group, row);
+      block = (window && length > window + floor ? length - window : floor) / size;
       end_block = (length + size - 1) / size;
     }
     keys = true;

@@ -150,6 +150,11 @@ static inline int64_t block_offset(const Model& model, int layer, int64_t block,
   return (blocks * model.dims.num_kv_heads + kv_head) * model.tiles_per_block * model.tile_elements;
 }
 
+// The first position that a row sees in a group's layers, whatever their window.
+static inline int64_t floor_of(const Batch& batch, int64_t group, int64_t row) {
+  return batch.floors ? batch.floors[group * batch.num_rows + row] : 0;
+}
+
 char* allocate(Model& model, size_t num_bytes);  // zeroed, 2 MiB aligned; null if the system has none
 bool make_weights(Model& model);
 int set_tensor(Model& model, TensorKind kind, int layer, int expert, const void* source);

@@ -121,11 +121,12 @@ void place_token(step::Model& m, const step::Batch& batch, int layer, int64_t to
     Activation* out = reinterpret_cast<Activation*>(m.queries) + place * size;
     for (int64_t i = 0; i < size; i += P::WIDTH) P::store_activation(out + i, P::load(query + i));
   }
+  const int64_t slot = batch.slot_mapping[weights.group * batch.num_tokens + token];
+  if (slot < 0) return;  // what the cache has at this position stands
   for (int64_t kv_head = 0; kv_head < m.dims.num_kv_heads; kv_head++) {
     float* key = row + m.query_columns + kv_head * size;
     turn_head<P>(m, key, weights.key_norm, cos, sin, 1.0f);
-    store_kv<P>(m, layer, batch.slot_mapping[weights.group * batch.num_tokens + token], kv_head, key, key + m.kv_columns,
-                reinterpret_cast<typename P::Weight*>(scratch));
+    store_kv<P>(m, layer, slot, kv_head, key, key + m.kv_columns, reinterpret_cast<typename P::Weight*>(scratch));
   }
 }
 
