@@ -51,6 +51,7 @@ def admissions(draw: st.DrawFn) -> Admission:
         token_ids=tuple(draw(st.lists(ids, min_size=1, max_size=5))),
         num_prompt_tokens=draw(ids),
         num_settled_tokens=draw(ids),
+        replay_start=draw(st.none() | ids),
         block_ids=tuple(draw(st.lists(ids, max_size=4))),
         sampling=sampling,
         min_tokens=draw(ids),
@@ -107,6 +108,8 @@ def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
     for admission, sent in zip(plan.admissions, message.admissions, strict=True):
         names = ("slot", "incarnation", "token_ids", "num_prompt_tokens", "num_settled_tokens", "block_ids")
         assert values(sent, names) == values(admission, names)
+        told = sent.replay_start if sent.HasField("replay_start") else None
+        assert told == admission.replay_start, "position 0 is one, nothing at all is none"
         assert values(sent.sampling, SAMPLING) == values(admission.sampling, SAMPLING)
         assert (sent.sampling.min_tokens, sent.constrained) == (admission.min_tokens, False)
 
@@ -175,8 +178,12 @@ def test_limits_become_a_lane() -> None:
 
 
 KV_GROUPS = {
-    "both": ([(0, 9), (5, 3)], 9, [WindowPool(window=5, num_blocks=3)]),
-    "windows only": ([(5, 3), (7, 4)], 0, [WindowPool(window=5, num_blocks=3), WindowPool(window=7, num_blocks=4)]),
+    "both": ([(0, 9), (5, 3)], 9, [WindowPool(window=5, num_blocks=3, num_layers=2)]),
+    "windows only": (
+        [(5, 3), (7, 4)],
+        0,
+        [WindowPool(window=5, num_blocks=3, num_layers=2), WindowPool(window=7, num_blocks=4, num_layers=2)],
+    ),
     "no window": ([(0, 9)], 9, []),
 }
 
@@ -185,7 +192,13 @@ KV_GROUPS = {
 def test_kv_groups_become_pools(name: str) -> None:
     groups, num_blocks, windows = KV_GROUPS[name]
     config = lane_config_from_proto(limits_of(groups))
-    assert (config.num_blocks, list(config.windows)) == (num_blocks, windows)
+    assert (config.num_blocks, list(config.windows), config.replays_windows) == (num_blocks, windows, False)
+
+
+def test_a_worker_that_replays_windows_says_so() -> None:
+    limits = limits_of([(0, 9), (5, 3)])
+    limits.replays_windows = True
+    assert lane_config_from_proto(limits).replays_windows
 
 
 @pytest.mark.parametrize(
@@ -211,7 +224,9 @@ def limits_of(groups: list[tuple[int, int]]) -> worker_pb2.WorkerLimits:
         max_model_len=64,
         num_blocks=sum(num_blocks for _, num_blocks in groups),
         block_size=4,
-        kv_groups=[worker_pb2.KvGroup(window_tokens=window, num_blocks=blocks) for window, blocks in groups],
+        kv_groups=[
+            worker_pb2.KvGroup(window_tokens=window, num_blocks=blocks, num_layers=2) for window, blocks in groups
+        ],
     )
 
 

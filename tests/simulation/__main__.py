@@ -15,7 +15,7 @@ from tests.simulation.world import World
 FAULT_COUNTERS = (
     "abort", "crash", "ghost", "expired", "preemptions", "overrun_rows", "sit_outs", "skips", "holes", "nans",
     "failed_steps", "cached_blocks", "queue_full", "forks", "stop_texts", "chunks", "infeasible", "lost_sequences",
-    "null_rows", "window_hits",
+    "null_rows", "window_hits", "exact_replays", "approximate_replays", "mixed_replays",
 )  # fmt: skip
 """Every kind of trouble the world knows; over enough seeds each must have happened."""
 

@@ -14,6 +14,7 @@ from stepahead.scheduler.core.block_pool import BlockPool
 from stepahead.scheduler.core.config import SchedulerConfig
 from stepahead.scheduler.core.ids import BlockKey
 from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.prefix import Prefix
 from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.sequence import Sequence, Stay
 from stepahead.scheduler.core.step_in_flight import StepInFlight
@@ -63,19 +64,19 @@ def evict_without_forgetting(patch: pytest.MonkeyPatch) -> None:
 
 def fork_before_the_parent_has_its_tail(patch: pytest.MonkeyPatch) -> None:
     """A fork of a fork copies a block that is itself still to be copied."""
-    fork = placement._fork
+    fork = placement._forked
 
-    def mutant(sequence: Sequence, lane: Lane, num_cached_blocks: int, parent: Sequence | None) -> object:
+    def mutant(sequence: Sequence, lane: Lane, prefix: Prefix, parent: Sequence | None) -> Prefix:
         stay = parent.stay if parent is not None else None
         if stay is not None and stay.num_settled == len(sequence.history) - 1:
             stay._settled += 1
             try:
-                return fork(sequence, lane, num_cached_blocks, parent)
+                return fork(sequence, lane, prefix, parent)
             finally:
                 stay._settled -= 1
-        return fork(sequence, lane, num_cached_blocks, parent)
+        return fork(sequence, lane, prefix, parent)
 
-    patch.setattr(placement, "_fork", mutant)
+    patch.setattr(placement, "_forked", mutant)
 
 
 def return_the_copied_block_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,10 @@ class Slot:
     tables: list[list[int]]
     """Per KV group. Entries that left a window are void: their blocks may be somebody else's now."""
     next_position: int
+    num_settled: int = 0
+    """Positions that layers which see everything had at admission: nobody writes them (rules H5, N6)."""
+    replay: tuple[int, int] | None = None
+    """(start, end) of the positions that are fed again for groups with a window alone."""
     cell: tuple[int, int] | None = None
     copy: tuple[int, int] | None = None
     """(source, destination) of a block copy that is made just before the slot's first row runs."""
@@ -54,7 +58,9 @@ class Row:
     count: int
     samples: bool
     tables: list[list[int | None]]
-    """Null: before the window of the row's first position."""
+    """Null: before the window of the row's first position, or before its replay."""
+    replay_start: int | None = None
+    """Of the replay that it belongs to."""
     done: bool = False
     token: int | None = None
     fault: int = 0
@@ -152,10 +158,11 @@ class FakeWorker:
             copied = dict(zip(plan.copy_dst_block_ids, plan.copy_src_block_ids, strict=True))
             require(admission.num_settled_tokens < len(admission.token_ids), "H5", "nothing is left to compute")
             num_cached = admission.num_settled_tokens // size
+            replay = self._admitted_replay(admission)
             tables = self._admitted_tables(admission, num_cached)
             self.counters["cached_blocks"] += num_cached
             tail = None
-            if admission.num_settled_tokens % size:
+            if admission.num_settled_tokens % size and (replay is None or 0 in self.model.windows):
                 tail = tables[0][num_cached]
                 require(tail in copied, "H5", "a prefix ends inside a block that is no copy")
                 self.counters["forks"] += 1
@@ -165,7 +172,9 @@ class FakeWorker:
                 num_prompt_tokens=admission.num_prompt_tokens,
                 sampling=admission.sampling,
                 tables=tables,
-                next_position=admission.num_settled_tokens,
+                next_position=admission.num_settled_tokens if replay is None else replay[0],
+                num_settled=admission.num_settled_tokens,
+                replay=replay,
                 copy=None if tail is None else (copied[tail], tail),
             )
         for slot_id in plan.left_slots:
@@ -174,6 +183,16 @@ class FakeWorker:
         for slot_id in plan.joined_slots:
             require(slot_id in self.slots and slot_id not in self.decode_set, "B7", f"join of slot {slot_id}")
             self.decode_set[slot_id] = None
+
+    def _admitted_replay(self, admission: worker_pb2.SlotAdmission) -> tuple[int, int] | None:
+        if not admission.HasField("replay_start"):
+            return None
+        start, end = admission.replay_start, admission.num_settled_tokens
+        require(self.limits.replays_windows, "N6", "a replay on a worker that has none")
+        require(start % self.limits.block_size == 0, "N7", f"a replay from {start} on, inside a block")
+        require(end - start >= max(1, *(window - 1 for window in self.model.windows)), "N7", "no whole window")
+        self.counters["replays"] += 1
+        return start, end
 
     def _admitted_tables(self, admission: worker_pb2.SlotAdmission, num_cached: int) -> list[list[int]]:
         """The block tables of a newcomer, their cached and their new blocks checked."""
@@ -187,11 +206,13 @@ class FakeWorker:
         for group, (count, num_null) in enumerate(zip(counts, nulls, strict=True)):
             blocks = list(admission.block_ids[start : start + count])
             start += count
-            require(
-                num_null <= self._num_needless(group, admission.num_settled_tokens), "N3", "a needed entry is null"
-            )
-            self._check_shared(group, blocks[: num_cached - num_null])
-            self._check_blocks(group, blocks[num_cached - num_null :], None)
+            num_shared = num_cached - num_null
+            most_null = self._num_needless(group, admission.num_settled_tokens)
+            if admission.HasField("replay_start") and self.model.windows[group]:
+                num_shared, most_null = 0, admission.replay_start // self.limits.block_size
+            require(num_null <= most_null, "N3", "a needed entry is null")
+            self._check_shared(group, blocks[:num_shared])
+            self._check_blocks(group, blocks[num_shared:], None)
             self.counters["window_hits"] += num_null > 0
             tables.append([-1] * num_null + blocks)
         return tables
@@ -225,7 +246,8 @@ class FakeWorker:
             for row in step.rows:
                 first = row.start // self.limits.block_size
                 last = (row.start + row.count - 1) // self.limits.block_size
-                written = set() if row.done else set(row.tables[group][first : last + 1])
+                idle = row.done or not self._keeps(row, group)
+                written = set() if idle else set(row.tables[group][first : last + 1])
                 require(written.isdisjoint(blocks), "H2", f"a shared block is written by step {step.step_id}")
 
     def _rows(self, plan: worker_pb2.StepPlan) -> list[Row]:
@@ -251,12 +273,18 @@ class FakeWorker:
             require(end <= room, "A6", f"slot {slot_id} has no block for {end - 1}")
         require(end - 1 <= len(slot.token_ids) or count == 1, "A5", "a chunk beyond the history")
         slot.next_position = end
+        replay_start = None
+        if slot.replay is not None and start < slot.replay[1]:
+            replay_start = slot.replay[0]
+            require(end <= slot.replay[1] and not samples, "N5", f"a row of a replay samples or goes on to {end}")
         tables: list[list[int | None]] = []
         for group, table in enumerate(slot.tables):
             num_null = self._num_needless(group, start)
+            if replay_start is not None and self.model.windows[group]:
+                num_null = max(num_null, replay_start // self.limits.block_size)
             tables.append([*[None] * num_null, *table[num_null:]])
             self.counters["null_rows"] += num_null > 0
-        return Row(slot_id, slot, start, count, samples, tables)
+        return Row(slot_id, slot, start, count, samples, tables, replay_start)
 
     # ---------------------------------------------------------------------------------------- device
 
@@ -285,9 +313,13 @@ class FakeWorker:
                 token,
                 position,
                 lambda group, earlier: self.memory.get(self._place(row, group, earlier), self.poison),
+                row.replay_start,
             )
             for group, tag in enumerate(tags):
-                self._write(row, self._place(row, group, position), tag)
+                if self._keeps(row, group):
+                    is_new = self.model.windows[group] or position >= slot.num_settled
+                    require(bool(is_new), "H5", f"position {position} of a cached prefix is written")
+                    self._write(row, self._place(row, group, position), tag)
         else:
             if row.samples:
                 self._sample(row, slot, state)
@@ -295,6 +327,10 @@ class FakeWorker:
             slot.refeed = True
             lost = row.start + row.count - 1
             slot.lowest_lost = lost if slot.lowest_lost is None else min(slot.lowest_lost, lost)
+
+    def _keeps(self, row: Row, group: int) -> bool:
+        """Whether a row writes a group: a replay only those with a window (rule N6)."""
+        return row.replay_start is None or self.model.windows[group] > 0
 
     def _place(self, row: Row, group: int, position: int) -> tuple[int, int, int]:
         size = self.limits.block_size

@@ -36,7 +36,7 @@ from tests.scheduler.core import (
     test_prefill_and_decode,
     test_windows,
 )
-from tests.simulation import cache_mutations, fake_worker, window_mutations, world
+from tests.simulation import cache_mutations, fake_worker, replay_mutations, window_mutations, world
 from tests.simulation.tagged_model import mix, next_token
 from tests.simulation.world import World
 
@@ -517,6 +517,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("N1: S decides", window_mutations.drop_by_what_is_dispatched, _rules("E1", "E4", "H2", "D4")),
     Mutation("N11: too few blocks are charged", window_mutations.charge_a_block_too_few, _rules("N11", "O8", "V3")),
     Mutation("N12: a hit without its window", window_mutations.hit_without_the_window, _rules("D4", "N3", "H2")),
+    *(Mutation(name, apply, _rules(*rules), probe) for name, apply, rules, probe in replay_mutations.TABLE),
     Mutation(
         "H3: window blocks of a failed row are shared",
         window_mutations.keep_the_keys_of_poisoned_blocks,

@@ -1,15 +1,16 @@
 """The "model" of the simulation: every token is a hash of every KV slot the row may read.
 
-A KV slot holds, per layer, a tag that depends on the layer's input at that position and on the tags of every
-earlier position that the layer sees. A layer's input is what the layer below makes of the same position, so with
-several layers a tag depends on far more than one window. The next token depends on all of it. A stale, foreign,
-missing or overwritten slot therefore changes tokens, so a cache fault becomes a wrong token.
+A KV slot holds, per layer, a tag of the layer's input at that position, and where the layer sees everything, of all
+tags before it. The layer makes of the tag, and of those of every earlier position that it sees, the input of the
+layer above. So with several layers a tag depends on more than one window: on one more for each layer with a window
+below it, as in a transformer. The next token depends on all of it. A stale, foreign, missing or overwritten slot
+therefore changes tokens: a cache fault becomes a wrong token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 MASK = (1 << 61) - 1
 POISON = 0x5EED_BAD
@@ -42,26 +43,30 @@ class TaggedModel:
     """Of each group; layers of the groups take turns."""
 
     def feed(
-        self, token: int, position: int, read: Callable[[int, int], tuple[int, ...]]
+        self,
+        token: int,
+        position: int,
+        read: Callable[[int, int], tuple[int, ...]],
+        replay_start: int | None = None,
     ) -> tuple[list[tuple[int, ...]], int]:
         """What one position leaves in the slot of each group, and what a next token follows from.
 
-        `read(group, position)` is what an earlier position has left.
+        `read(group, position)` is what an earlier position has left. In a replay layers that see everything have
+        the position's own tag already, and attend to that one.
         """
         state = token
         tags: list[list[int]] = [[] for _ in self.windows]
         for layer in range(self.num_layers):
             for group, window in enumerate(self.windows):
-                first = max(0, position - window + 1) if window else 0
+                first = max(replay_start or 0, position - window + 1) if window else 0
                 context = fold([read(group, earlier)[layer] for earlier in range(first, position)])
-                tags[group].append(tag_of(context, state, position))
-                state = mix(context, tags[group][-1])
+                tag = mix(state if window else mix(context, state), position)
+                tags[group].append(tag)
+                state = mix(context, tag)
+                held = tag if window or replay_start is None else read(group, position)[layer]
+                if held != tag:
+                    state = mix(state, held)
         return [tuple(each) for each in tags], state
-
-
-def tag_of(context: int, token: int, position: int) -> int:
-    """What the KV slot of `position` holds."""
-    return mix(mix(context, token), position)
 
 
 def next_token(
@@ -86,32 +91,68 @@ class SimRequest:
     seed: int
     stop_text_modulus: int
     """A stop string "matches" at output i if mix(token, i) % modulus == 0; 0: never."""
+    approximate_replay_tokens: int = 0
 
     def matches_stop_text(self, token: int, output_index: int) -> bool:
         """Stands for a stop string found by the shell."""
         return self.stop_text_modulus > 0 and mix(token, output_index) % self.stop_text_modulus == 0
 
 
-def oracle(
-    request: SimRequest, model: TaggedModel, *, vocab: int, max_model_len: int, suppressing: bool
-) -> tuple[list[int], str]:
-    """The answer of the same request alone, synchronously, with an infinite cache."""
-    slots: list[list[tuple[int, ...]]] = []
-    history = list(request.prompt)
-    context = 0
+Stretch = tuple[int, tuple[int, int] | None]
+"""An admission: the outputs there were, and (start, end) of its replay if that was approximate."""
 
-    def feed(position: int) -> int:
-        tags, state = model.feed(history[position], position, lambda group, earlier: slots[earlier][group])
-        slots.append(tags)
+
+@dataclass(slots=True)
+class Contexts:
+    """What next tokens follow from, alone and with an infinite cache."""
+
+    model: TaggedModel
+    exact: list[list[tuple[int, ...]]] = field(default_factory=list[list[tuple[int, ...]]])
+    states: list[int] = field(default_factory=list[int])
+
+    def after(self, history: list[int], replay: tuple[int, int] | None) -> int:
+        """The context after a history, in a stay that began with an approximate replay or with none."""
+        for position in range(len(self.exact), len(history)):
+            tags, state = self.model.feed(history[position], position, lambda group, at: self.exact[at][group])
+            self.exact.append(tags)
+            self.states.append(state)
+        if replay is None:
+            return self.states[len(history) - 1]
+        start, end = replay
+        own: list[list[tuple[int, ...]]] = []
+
+        def read(group: int, position: int) -> tuple[int, ...]:
+            known = not self.model.windows[group] and position < end
+            return self.exact[position][group] if known else own[position - start][group]
+
+        state = 0
+        for position in range(start, len(history)):
+            tags, state = self.model.feed(history[position], position, read, start if position < end else None)
+            own.append(tags)
         return state
 
-    for position in range(len(history)):
-        context = feed(position)
+
+def oracle(
+    request: SimRequest,
+    model: TaggedModel,
+    *,
+    vocab: int,
+    max_model_len: int,
+    suppressing: bool,
+    stretches: Sequence[Stretch] = (),
+) -> tuple[list[int], str]:
+    """The answer of the same request alone, synchronously, with an infinite cache.
+
+    Where it was admitted with an approximate replay, what that must make of the outputs after it.
+    """
+    contexts = Contexts(model)
+    history = list(request.prompt)
     outputs: list[int] = []
     limit = min(len(request.prompt) + request.max_tokens, max_model_len)
     while True:
+        replay = next((replay for count, replay in reversed(stretches) if count <= len(outputs)), None)
         token = next_token(
-            context,
+            contexts.after(history, replay),
             seed=request.seed,
             output_index=len(outputs),
             vocab=vocab,
@@ -127,4 +168,3 @@ def oracle(
             return outputs, "stop"
         if len(history) >= limit:
             return outputs, "length"
-        context = feed(len(history) - 1)

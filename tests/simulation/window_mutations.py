@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from stepahead.scheduler.core.ids import BlockKey
+from stepahead.scheduler.core.prefix import Prefix
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Stay
 from stepahead.scheduler.core.window_groups import LaneWindows, WindowGroup
@@ -69,10 +70,9 @@ def hit_without_the_window(patch: pytest.MonkeyPatch) -> None:
         ]
         return min(found)
 
-    def open_tables(
-        windows: LaneWindows, keys: Sequence[BlockKey], num_cached: int, num_blocks: int
-    ) -> list[WindowTable]:
-        tables = original(windows, keys, num_cached, num_blocks)
+    def open_tables(windows: LaneWindows, prefix: Prefix, num_blocks: int) -> list[WindowTable]:
+        tables = original(windows, prefix, num_blocks)
+        num_cached = len(prefix.keys)
         for group, table in zip(windows.groups, tables, strict=True):
             missing = num_cached - table.end
             group.num_reserved += missing

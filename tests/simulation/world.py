@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from stepahead.scheduler.convert import lane_config_from_proto, plan_to_proto, result_from_proto
 from stepahead.scheduler.core import (
+    Admitted,
     Batching,
     Finished,
     FinishReason,
@@ -30,7 +31,7 @@ from stepahead.scheduler.core import (
 from stepahead.scheduler.core.invariants import check_invariants
 from stepahead.v1 import worker_pb2
 from tests.simulation.fake_worker import FakeWorker
-from tests.simulation.tagged_model import SimRequest, TaggedModel, oracle
+from tests.simulation.tagged_model import SimRequest, Stretch, TaggedModel, oracle
 
 MAX_EVENTS_WITHOUT_COMMIT = 3000
 """Far more than any schedule of these sizes needs between two commits."""
@@ -46,6 +47,7 @@ class Client:
 
     request: SimRequest
     tokens: list[int] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
     finished: Finished | None = None
 
 
@@ -74,6 +76,9 @@ class World:
         """Plans leave whenever a window is open, as in the real step loop."""
         self.suppressing = rng.random() < 0.7
         """Whether the worker keeps stop ids back until min_tokens; the core must hold the line without it (J6)."""
+        self.replay_rng = random.Random(f"replays {seed}")
+        self.replays = self.replay_rng.random() < 0.3
+        """Whether the workers replay windows; then histories are long, and windows short and often lost."""
         self.config = SchedulerConfig(
             overlap_depth=self.depth,
             settle_prompts_in_place=rng.random() < 0.2,
@@ -81,7 +86,7 @@ class World:
             ordering=rng.choice(list(Ordering)),
             ageing_admissions=rng.choice([1, 4, 64]),
             max_waiting=rng.choice([None, None, 6]),
-            prefix_caching=rng.random() < 0.8,
+            prefix_caching=rng.random() < 0.8 or self.replays,
             max_held_steps=rng.choice([0, 2, 8]),
             skip_ahead_window=rng.choice([0, 1, 4]),
             max_times_passed=rng.choice([0, 2, 8]),
@@ -98,6 +103,10 @@ class World:
         # Drawn apart, so that half of the worlds are what they were before there were windows.
         self.window_rng = random.Random(f"windows {seed}")
         self.model = self._model()
+        if self.replays:
+            self.max_model_len = 40
+            windows = self.replay_rng.choice([(0, 3), (0, 2), (0, 2, 4), (3,), (2, 4)])
+            self.model = TaggedModel(windows, num_layers=self.replay_rng.choice([1, 2]))
         num_lanes = rng.choice([1, 1, 2])
         self.lanes = {LaneId(i): LaneWorld(None, self._limits()) for i in range(num_lanes)}
         for lane_id in self.lanes:
@@ -111,10 +120,14 @@ class World:
         return TaggedModel(tuple(windows), num_layers=rng.choice([1, 2]))
 
     def _kv_groups(self, num_blocks: int) -> list[worker_pb2.KvGroup]:
-        """Window pools are often too small for a whole prompt, and now and then for the window."""
-        sizes = [
-            self.window_rng.choice([3, 5, 7, 9, 12]) if window else num_blocks for window in self.model.windows
-        ]
+        """Window pools are often too small for a whole prompt, and now and then for the window.
+
+        Where layers that see everything remember more, what is left of a window is not enough: replays.
+        """
+        choices = [3, 5] if self.replays else [3, 5, 7, 9, 12]
+        if self.replays:
+            num_blocks += 24
+        sizes = [self.window_rng.choice(choices) if window else num_blocks for window in self.model.windows]
         return [
             worker_pb2.KvGroup(window_tokens=window, num_layers=self.model.num_layers, num_blocks=size)
             for window, size in zip(self.model.windows, sizes, strict=True)
@@ -132,6 +145,7 @@ class World:
             num_blocks=rng.choice([5, 8, 12, 16]),
             block_size=block_size,
             max_overlap_depth=2,
+            replays_windows=self.replays,
         )
         limits.kv_groups.extend(self._kv_groups(limits.num_blocks))
         return limits
@@ -204,8 +218,9 @@ class World:
                 events.append((3.0, "complete", lambda lane=lane: self._complete(lane)))
             if lane.inbox:
                 events.append((3.0, "deliver", lambda lane_id=lane_id: self._deliver(lane_id)))
-            if self.faulty and live:
-                events.append((0.01, "crash", lambda lane_id=lane_id: self._crash(lane_id)))
+            crash_rate = 0.05 if self.replays and self.model.windows[0] else 0.01 * self.faulty
+            if crash_rate and live:
+                events.append((crash_rate, "crash", lambda lane_id=lane_id: self._crash(lane_id)))
         if live and not self.calm:
             events.append((0.08, "abort", lambda: self._abort(rng.choice(live))))
             events.append((0.3, "tick", self._tick))
@@ -228,6 +243,7 @@ class World:
             stop_ids=frozenset(rng.sample(range(self.vocab), rng.choice([0, 1, 2]))),
             seed=rng.getrandbits(32),
             stop_text_modulus=rng.choice([0, 0, 17]),
+            approximate_replay_tokens=self.replay_rng.choice([0, max(self.model.windows), 4]),
         )
         deadline = self.now_ns + rng.randint(1, 40) if rng.random() < 0.1 else None
         queue_deadline = self.now_ns + rng.randint(1, 20) if rng.random() < 0.1 else None
@@ -250,6 +266,7 @@ class World:
                     tenant=rng.choice(["a", "b", "c"]),
                     cache_salt=salt,
                     fork_of=fork_of,
+                    approximate_replay_tokens=request.approximate_replay_tokens,
                     deadline_ns=deadline,
                     queue_deadline_ns=queue_deadline,
                 )
@@ -270,7 +287,8 @@ class World:
     def _prompt(self) -> tuple[int, ...]:
         """Often the beginning of an earlier prompt or answer goes on, as in conversations."""
         rng = self.rng
-        fresh = [rng.randrange(self.vocab) for _ in range(rng.choice([1, 2, 3, 5, 9, 14]))]
+        lengths = [9, 14, 20] if self.replays else [1, 2, 3, 5, 9, 14]
+        fresh = [rng.randrange(self.vocab) for _ in range(rng.choice(lengths))]
         earlier = [client for client in self.clients.values() if client.tokens]
         if not earlier or rng.random() < 0.4:
             return tuple(fresh)
@@ -282,6 +300,8 @@ class World:
     def _plan(self, lane_id: LaneId) -> bool:
         outcome = self.scheduler.plan(lane_id)
         self.counters["admissions"] += len(outcome.admitted)
+        for entry in outcome.admitted:
+            self._note_stretch(entry)
         self.counters["preemptions"] += len(outcome.preempted)
         if outcome.plan is None:
             return False
@@ -294,6 +314,23 @@ class World:
         assert worker is not None
         worker.accept(wire)
         return True
+
+    def _note_stretch(self, entry: Admitted) -> None:
+        """What an admission says of its replay is true, and approximate ones were asked for (rule N8)."""
+        client, stay = self.clients[entry.key], self.scheduler.sequences[entry.key].stay
+        assert stay is not None
+        replay = None if stay.replay is None else (stay.replay.start, stay.replay.end)
+        needed = self.model.num_layers * sum(window - 1 for window in self.model.windows if window)
+        approximate = None if replay is None or replay[1] - replay[0] >= needed else replay
+        told = (entry.replays, entry.approximate_from)
+        if told != (replay is not None, None if approximate is None else len(client.tokens)):
+            raise SimulationFailure(f"N8: {told} was told of {replay}, {needed} would be exact")
+        if approximate is not None and not client.request.approximate_replay_tokens:
+            raise SimulationFailure("N8: nobody asked for an approximate replay")
+        client.stretches.append((len(client.tokens), approximate))
+        self.counters["exact_replays"] += replay is not None and approximate is None
+        self.counters["approximate_replays"] += approximate is not None
+        self.counters["mixed_replays"] += replay is not None and 0 in self.model.windows
 
     def _complete(self, lane: LaneWorld) -> None:
         assert lane.worker is not None
@@ -403,6 +440,7 @@ class World:
                 vocab=self.vocab,
                 max_model_len=self.max_model_len,
                 suppressing=self.suppressing,
+                stretches=client.stretches,
             )
             if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
                 if (client.tokens, finished.reason.value) != (expected, reason):

@@ -90,6 +90,7 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotAdmission:
         token_ids=admission.token_ids,
         num_prompt_tokens=admission.num_prompt_tokens,
         num_settled_tokens=admission.num_settled_tokens,
+        replay_start=admission.replay_start,
         block_ids=admission.block_ids,
         block_counts=admission.block_counts,
         null_counts=admission.null_counts,
@@ -236,8 +237,9 @@ def lane_config_from_proto(limits: worker_pb2.WorkerLimits) -> LaneConfig:
         num_blocks=sum(full),
         block_size=limits.block_size,
         windows=tuple(
-            WindowPool(window=group.window_tokens, num_blocks=group.num_blocks)
+            WindowPool(window=group.window_tokens, num_blocks=group.num_blocks, num_layers=group.num_layers)
             for group in groups
             if group.window_tokens
         ),
+        replays_windows=limits.replays_windows,
     )

@@ -216,6 +216,10 @@ class BlockPool:
         """For invariant checks: live owners, retired owners behind a fence."""
         return self._owners[block_id], self._fenced[block_id]
 
+    def is_known(self, block_id: BlockId) -> bool:
+        """For invariant checks: whether the block's content may be shared."""
+        return block_id in self._key_of
+
     def free_ids(self) -> tuple[BlockId, ...]:
         """For invariant checks: free blocks in the order they will be given out."""
         return tuple(self._free)

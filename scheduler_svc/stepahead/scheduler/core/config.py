@@ -74,9 +74,10 @@ class WindowPool:
     window: int
     """Positions a query sees, its own included."""
     num_blocks: int
+    num_layers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("window", "num_blocks"):
+        for name in ("window", "num_blocks", "num_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of a window group must be at least 1, not {getattr(self, name)}")
 
@@ -103,6 +104,8 @@ class LaneConfig:
     """Tokens per block."""
     windows: tuple[WindowPool, ...] = ()
     """Of the layers that see a window, a pool for each size of it."""
+    replays_windows: bool = False
+    """Whether the worker computes the states of window layers again alone, see `window_replay.py`."""
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -119,6 +122,16 @@ class LaneConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs {self.max_num_seqs}"
             )
+
+    @property
+    def largest_window(self) -> int:
+        """Positions that some layer sees at most; 0 if every layer sees all."""
+        return max((each.window for each in self.windows), default=0)
+
+    @property
+    def exact_replay_tokens(self) -> int:
+        """Positions in front of one that decide all that its window layers see (rule N8)."""
+        return sum(each.num_layers * (each.window - 1) for each in self.windows)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""

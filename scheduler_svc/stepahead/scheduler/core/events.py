@@ -18,6 +18,10 @@ class Admitted:
     first_time: bool
     num_cached_tokens: int = 0
     """Positions found in the prefix cache."""
+    replays: bool = False
+    """Whether its window layers alone are computed again."""
+    approximate_from: int | None = None
+    """If that takes fewer positions than exact states need: the index of the first output that may show it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,11 +86,13 @@ def _check_blocks(lane: Lane, live: list[Stay], fenced: list[Stay]) -> None:
     for stay in live:
         _check_private(stay.block_ids[stay.num_published_blocks :], tables)
         _require(
-            stay.num_settled // lane.config.block_size >= stay.num_published_blocks
+            max(stay.num_settled, stay.replay.end if stay.replay else 0) // lane.config.block_size
+            >= stay.num_published_blocks
             or stay.num_published_blocks >= stay.num_blocks,
             "H1",
             "a block with unsettled positions has a key",
         )
+        _check_unpublished(stay, lane.blocks, stay.block_ids[stay.num_cached_blocks :])
     for index, group in enumerate(lane.windows.groups if lane.windows else ()):
         _check_window_group(group, {stay: stay.windows[index] for stay in live}, [s.windows[index] for s in fenced])
         whole = all(stay.windows[index].end == stay.num_blocks for stay in lane.decoding)
@@ -124,6 +126,11 @@ def _check_private(private: list[BlockId], tables: list[list[BlockId]]) -> None:
     _require(all(writers[block_id] == 1 for block_id in private), "H5", "a block that is written has two owners")
 
 
+def _check_unpublished(stay: Stay, pool: BlockPool, written: list[BlockId]) -> None:
+    known = not stay.may_publish and any(pool.is_known(block_id) for block_id in written)
+    _require(not known, "N9", "a block that was computed from approximate states has a key")
+
+
 def _check_window_group(group: WindowGroup, live: dict[Stay, WindowTable], fenced: list[WindowTable]) -> None:
     tables = [table.block_ids for table in live.values()]
     _check_pool(group.pool, tables, [table.block_ids for table in fenced])
@@ -135,10 +142,12 @@ def _check_window_group(group: WindowGroup, live: dict[Stay, WindowTable], fence
         _check_private(table.block_ids[max(0, stay.num_published_blocks - table.num_null) :], tables)
         _require(held <= table.num_reserved, "N11", f"holds {held} blocks, {table.num_reserved} are reserved")
         _require(
-            table.num_null * group.block_size <= max(0, settled - group.window + 1),
+            table.num_null * group.block_size
+            <= max(0, settled - group.window + 1, stay.replay.start if stay.replay else 0),
             "N1",
             f"{table.num_null} blocks dropped with P={settled} and a window of {group.window}",
         )
+        _check_unpublished(stay, group.pool, table.block_ids)
         _require(stay.num_dispatched <= table.end * group.block_size, "A6", "fed past a window's block table")
         _require(table.end <= stay.num_blocks, "A6", "a window's block table is longer than the others")
 
@@ -187,6 +196,8 @@ def _check_counters(lane: Lane, stay: Stay) -> None:
         _require(dispatched == num_history + unknown - 1, "A2", f"S != H + U - 1: {where}")
     if num_outputs and not in_flight and stay not in lane.prefilling:
         _require(num_history == settled + 1, "A1", f"H != P + 1: {where}")
+    if stay.replay is not None:
+        _require(stay.replay.start <= settled and stay.replay.end < num_history, "N5", f"{stay.replay}: {where}")
     _require(dispatched < stay.sequence.max_total_tokens, "D2", f"fed the last possible output: {where}")
     _require(dispatched <= stay.capacity, "A6", f"fed past the block table: {where}")
     _require(num_history <= stay.sequence.max_total_tokens, "D2", f"history too long: {where}")

@@ -14,6 +14,7 @@ from stepahead.scheduler.core.config import LaneConfig
 from stepahead.scheduler.core.decode_rows import DecodeRows
 from stepahead.scheduler.core.ids import NO_STEP, BlockId, BlockKey, Incarnation, LaneId, SlotId, StepId
 from stepahead.scheduler.core.plan import StepPlan
+from stepahead.scheduler.core.prefix import Prefix
 from stepahead.scheduler.core.sequence import DecodeClock, Sequence, Stay
 from stepahead.scheduler.core.step_in_flight import StepInFlight
 from stepahead.scheduler.core.window_groups import LaneWindows
@@ -110,26 +111,17 @@ class Lane:
         """Sequences that get rows; retiring ones do not count against admission (rule E10)."""
         return len(self.prefilling) + len(self.decoding)
 
-    def admit(
-        self,
-        sequence: Sequence,
-        incarnation: Incarnation,
-        *,
-        cached: list[BlockId],
-        keys: Sequence_[BlockKey],
-        num_settled: int,
-        copy_from: BlockId | None,
-    ) -> Stay:
+    def admit(self, sequence: Sequence, incarnation: Incarnation, prefix: Prefix) -> Stay:
         """Gives the sequence a slot, the cached blocks and new ones for the rest of its history.
 
-        The caller has checked that there are enough. `keys` are those of the cached blocks, in every group.
+        The caller has checked that there are enough.
         """
         slots = self.slots.take(1)
         num_blocks = self.config.num_blocks_for(len(sequence.history))
-        self.blocks.share(cached)  # first, lest `take` evict one of them
-        if copy_from is not None:
-            self.blocks.share([copy_from])  # its owner may end before the copy is made
-        fresh = self.blocks.take(num_blocks - len(cached) if self.config.num_blocks else 0)
+        self.blocks.share(prefix.cached)  # first, lest `take` evict one of them
+        if prefix.copy_from is not None:
+            self.blocks.share([prefix.copy_from])  # its owner may end before the copy is made
+        fresh = self.blocks.take(num_blocks - len(prefix.cached) if self.config.num_blocks else 0)
         assert slots is not None, "admitted without a free slot"
         assert fresh is not None, "admitted without free blocks"
         stay = Stay(
@@ -138,13 +130,11 @@ class Lane:
             clock=self.clock,
             incarnation=incarnation,
             slot=slots[0],
-            block_ids=cached + fresh,
-            windows=self.windows.open_tables(keys, len(keys), num_blocks) if self.windows else [],
+            block_ids=prefix.cached + fresh,
+            windows=self.windows.open_tables(prefix, num_blocks) if self.windows else [],
             num_blocks=num_blocks,
             block_size=self.config.block_size,
-            num_cached_blocks=len(keys),
-            num_settled=num_settled,
-            copy_from=copy_from,
+            prefix=prefix,
         )
         sequence.stay = stay
         self.prefilling.append(stay)
@@ -158,7 +148,7 @@ class Lane:
 
     def publish_settled(self, stay: Stay) -> None:
         """Full blocks whose every position is settled become visible for sharing (rules H1, H2)."""
-        if self.cache_model is None:
+        if self.cache_model is None or not stay.may_publish:
             return
         size = self.config.block_size
         num_blocks = min(stay.num_settled, len(stay.sequence.history)) // size
@@ -183,7 +173,8 @@ class Lane:
         if self.windows and self.cache_model is not None:
             num_keys = len(stay.sequence.history) // self.config.block_size
             keys = stay.sequence.block_keys(num_keys, self.config.block_size, self.cache_model)
-            self.windows.distrust(keys[stay.num_cached_blocks :])
+            first = stay.num_cached_blocks if stay.replay is None else stay.replay.start // self.config.block_size
+            self.windows.distrust(keys[first:])
         stay.num_published_blocks = stay.num_blocks
 
     def extend(self, stays: list[Stay]) -> bool:
@@ -382,6 +373,7 @@ class Lane:
             self.windows.close(stay)
         stay.block_ids = []
         self.clock.backlog.flush()  # the sequence finds it through its stay
+        stay.note_processed()
         stay.sequence.stay = None
 
     def dispatch(self, plan: StepPlan, step: StepInFlight) -> None:

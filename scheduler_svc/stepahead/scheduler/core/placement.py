@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepahead.scheduler.core.ids import BlockId, BlockKey, LaneId, StepId
 from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.prefix import Prefix
 from stepahead.scheduler.core.sequence import Hold, Sequence
+from stepahead.scheduler.core.window_replay import choose_replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +18,9 @@ class Place:
     """A lane that could take a sequence now."""
 
     lane: Lane
-    cached: list[BlockId]
-    """Blocks of the sequence's prefix that the lane holds, in the layers that see everything."""
-    cached_keys: Sequence_[BlockKey]
-    """Keys of the prefix that need not be fed; every KV group has what a row behind it reads."""
+    prefix: Prefix
     missing_keys: Sequence_[BlockKey]
-    """Keys of the full prompt blocks behind them."""
-    num_settled: int
-    """Positions that need not be fed: the cached blocks, for a fork everything but the last position."""
-    copy_from: BlockId | None = None
-    """For a fork whose prompt ends inside a block: the block to copy."""
+    """Keys of the full blocks of the history that it is going to publish."""
 
 
 def find_place(sequence: Sequence, lanes: list[Lane], parent: Sequence | None) -> Place | None:
@@ -48,27 +43,40 @@ def find_place(sequence: Sequence, lanes: list[Lane], parent: Sequence | None) -
         ):
             continue
         keys = _keys(sequence, lane)
-        cached, num_cached = _find_prefix(lane, keys)
-        left = _room_left(sequence, lane, cached)
-        rank = (num_cached * config.block_size, 1 - lane.num_running / config.max_num_seqs, left)
+        prefix = _find_prefix(sequence, lane, keys)
+        left = _room_left(sequence, lane, prefix.cached)
+        rank = (prefix.num_unfed, 1 - lane.num_running / config.max_num_seqs, left)
         if left >= 0 and rank > best_rank:
-            num_settled, copy_from = _fork(sequence, lane, num_cached, parent)
-            place = Place(lane, cached, keys[:num_cached], keys[num_cached:], num_settled, copy_from)
-            best, best_rank = place, rank
+            missing = _missing_keys(keys, prefix, config.block_size)
+            best, best_rank = Place(lane, _forked(sequence, lane, prefix, parent), missing), rank
     return best
 
 
-def _find_prefix(lane: Lane, keys: Sequence_[BlockKey]) -> tuple[list[BlockId], int]:
-    """The blocks that layers which see everything hold of the longest usable prefix, and its length in blocks.
+def _find_prefix(sequence: Sequence, lane: Lane, keys: Sequence_[BlockKey]) -> Prefix:
+    """What the lane knows of the sequence's history.
 
-    Where windows are missing before the end of what those layers know, the prefix ends earlier and the rest is
-    computed again: from exact states, as without a cache (rules N8, N12).
+    Where windows are missing before the end of what layers that see everything know, the prefix ends earlier and
+    the rest is computed again, from exact states as without a cache (rules N8, N12); or only the windows are.
     """
-    cached = lane.blocks.find(keys)
+    cached, size = lane.blocks.find(keys), lane.config.block_size
     if lane.windows is None:
-        return cached, len(cached)
+        return Prefix(cached=cached, keys=keys[: len(cached)], num_unfed=len(cached) * size)
+    end = len(cached) * size
+    if not lane.config.num_blocks:
+        end = min(sequence.num_processed_tokens, len(sequence.history) - 1)
     num_cached = lane.windows.longest_hit(keys, len(cached) if lane.config.num_blocks else len(keys))
-    return cached[:num_cached], num_cached
+    replay = choose_replay(sequence.request, lane.config, end=end, num_unfed=num_cached * size)
+    if replay is not None:
+        return Prefix(cached=cached, keys=keys[: len(cached)], num_unfed=replay.start, replay=replay)
+    return Prefix(cached=cached[:num_cached], keys=keys[:num_cached], num_unfed=num_cached * size)
+
+
+def _missing_keys(keys: Sequence_[BlockKey], prefix: Prefix, block_size: int) -> Sequence_[BlockKey]:
+    """Keys of blocks that the sequence writes whole; behind an approximate replay it publishes none."""
+    replay = prefix.replay
+    if replay is None:
+        return keys[len(prefix.keys) :]
+    return keys[-(-replay.end // block_size) :] if replay.is_exact else ()
 
 
 def _room_left(sequence: Sequence, lane: Lane, cached: list[BlockId]) -> int:
@@ -85,10 +93,8 @@ def _room_left(sequence: Sequence, lane: Lane, cached: list[BlockId]) -> int:
     return min(left - (max(1, total // 100) if lane.num_running else 0) for left, total in rooms)
 
 
-def _fork(
-    sequence: Sequence, lane: Lane, num_cached_blocks: int, parent: Sequence | None
-) -> tuple[int, BlockId | None]:
-    """Positions settled at admission, and the block to copy.
+def _forked(sequence: Sequence, lane: Lane, prefix: Prefix, parent: Sequence | None) -> Prefix:
+    """The prefix, with all of the prompt but its last position where that can be copied from the parent.
 
         prompt   | full block | full block | tail ... last |      n positions
         parent   |   shared   |   shared   | its own       |
@@ -98,7 +104,7 @@ def _fork(
     reads them. With window groups the tail is fed again: the parent may have dropped it.
     """
     size = lane.config.block_size
-    cached = num_cached_blocks * size
+    num_cached_blocks = len(prefix.keys)
     last = len(sequence.history) - 1
     stay = parent.stay if parent is not None else None
     if (
@@ -108,11 +114,11 @@ def _fork(
         or stay.lane_id != lane.lane_id
         or stay.sequence.request.prompt_token_ids != tuple(sequence.history)
         or num_cached_blocks != last // size
-        or last == cached
+        or last == prefix.num_unfed
         or stay.num_settled <= last  # also says that the parent's own tail, if that is a copy, has been made
     ):
-        return cached, None
-    return last, stay.block_ids[num_cached_blocks]
+        return prefix
+    return replace(prefix, num_unfed=last, copy_from=stay.block_ids[num_cached_blocks])
 
 
 def _keys(sequence: Sequence, lane: Lane) -> Sequence_[BlockKey]:

@@ -26,6 +26,8 @@ class Admission:
     """The whole history."""
     num_prompt_tokens: int
     num_settled_tokens: int
+    replay_start: int | None = None
+    """First position fed, where there is a replay; see `window_replay.py`."""
     block_ids: tuple[BlockId, ...]
     """Table after table of the lane's KV groups, without null entries."""
     block_counts: tuple[int, ...] = ()

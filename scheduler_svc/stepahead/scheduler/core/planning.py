@@ -106,6 +106,7 @@ def _choose_chunks(lane: Lane, *, budget: int, max_rows: int, max_described: int
     """Explicit rows: (stay, positions to feed, whether the last one is the newest known token).
 
     A chunk is cut to what the stay's window tables can be made to hold: at least a position with nothing in flight.
+    A replay ends with a row.
     """
     rows: list[tuple[Stay, int, bool]] = []
     for stay in lane.prefilling:
@@ -115,6 +116,8 @@ def _choose_chunks(lane: Lane, *, budget: int, max_rows: int, max_described: int
             continue  # rows in flight are holes; their results must come back first
         to_feed = stay.num_to_feed
         count = min(to_feed, budget)
+        if stay.num_to_replay:
+            count = min(count, stay.num_to_replay)
         if stay.is_described:
             count = min(count, max_described)
         if lane.windows and count:
@@ -203,7 +206,8 @@ def _admission(stay: Stay) -> Admission:
         incarnation=stay.incarnation,
         token_ids=tuple(sequence.history),
         num_prompt_tokens=sequence.num_prompt_tokens,
-        num_settled_tokens=stay.num_settled,
+        num_settled_tokens=stay.num_settled if stay.replay is None else stay.replay.end,
+        replay_start=None if stay.replay is None else stay.replay.start,
         block_ids=tuple(block_id for table in tables for block_id in table),
         block_counts=tuple(len(table) for table in tables) if len(tables) > 1 else (),
         null_counts=tuple(null_counts) if any(null_counts) else (),

@@ -104,6 +104,9 @@ class Request:
     """Whether each of its samples waits for a mask; see `Scheduler.gate_rows`."""
     recompute_prompt: bool = False
     """Whether its prompt is fed whole even if blocks of it are cached: somebody wants what comes out (rule H8)."""
+    approximate_replay_tokens: int = 0
+    """How many positions a replay of window layers feeds at most, rounded up to whole blocks, although exact states
+    take more; 0, or less than a window: as many as it takes."""
     fork_of: RequestKey | None = None
     """A request with the same prompt and salt (another choice of one question): if it is running, its prompt is
     shared to the last position instead of being fed again."""
@@ -119,3 +122,7 @@ class Request:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be 0 to max_tokens, not {self.min_tokens}")
+        if self.approximate_replay_tokens < 0:
+            raise ValueError(f"approximate_replay_tokens must be 0 or more, not {self.approximate_replay_tokens}")
+        if self.approximate_replay_tokens and self.recompute_prompt:
+            raise ValueError("approximate_replay_tokens and recompute_prompt contradict each other")

@@ -54,6 +54,10 @@ class Totals:
     cached_tokens: int = 0
     """Positions that were found in the prefix cache instead of being fed."""
     preemptions: int = 0
+    window_replays: int = 0
+    """Admissions that computed the states of window layers again alone."""
+    approximate_replays: int = 0
+    """Those among them from fewer positions than exact states take."""
     stale_results: int = 0
 
 
@@ -97,10 +101,12 @@ class Scheduler:
         preempted: list[Preempted] = []
         for stay in lost:
             stay.retired = True
+            stay.note_processed()
             stay.sequence.stay = None
             preempted.append(self._preempt(stay.sequence))
         for step in lane.in_flight:
             for stay in step.fenced:
+                stay.note_processed()
                 stay.sequence.stay = None
         return tuple(preempted)
 
@@ -341,21 +347,20 @@ class Scheduler:
         sequence.hold = None
         self._incarnations += 1
         lane = place.lane
-        stay = lane.admit(
-            sequence,
-            Incarnation(self._incarnations),
-            cached=place.cached,
-            keys=place.cached_keys,
-            num_settled=place.num_settled,
-            copy_from=place.copy_from,
-        )
+        prefix, replay = place.prefix, place.prefix.replay
+        stay = lane.admit(sequence, Incarnation(self._incarnations), prefix)
         lane.announce_prefill(stay, place.missing_keys)
-        num_cached_tokens = place.num_settled
+        # A replay without layers that see everything found nothing: it need not be fed because nobody sees it.
+        num_cached_tokens = prefix.num_unfed if replay is None or prefix.keys else 0
         self.totals.cached_tokens += num_cached_tokens
-        self.shares.charge_admission(sequence, num_cached_tokens)
+        self.shares.charge_admission(sequence, prefix.num_unfed)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_cached_tokens
-        return Admitted(sequence.request.key, lane.lane_id, first_time, num_cached_tokens)
+        approximate_from = None if replay is None or replay.is_exact else sequence.num_output_tokens
+        self.totals.window_replays += replay is not None
+        self.totals.approximate_replays += approximate_from is not None
+        key, lane_id = sequence.request.key, lane.lane_id
+        return Admitted(key, lane_id, first_time, num_cached_tokens, replay is not None, approximate_from)
 
     # -------------------------------------------------------------------------------------------- views
 

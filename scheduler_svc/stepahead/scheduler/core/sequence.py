@@ -24,6 +24,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 
 from stepahead.scheduler.core.ids import NO_STEP, BlockId, BlockKey, Incarnation, LaneId, SlotId, StepId
+from stepahead.scheduler.core.prefix import Prefix
 from stepahead.scheduler.core.prefix_cache import KeyChain
 from stepahead.scheduler.core.request import (
     TRANSITIONS,
@@ -59,6 +60,7 @@ class Sequence:
         "num_cached_tokens",
         "num_charged_outputs",
         "num_preemptions",
+        "num_processed_tokens",
         "num_prompt_tokens",
         "queued_at",
         "request",
@@ -83,6 +85,8 @@ class Sequence:
         """Admissions of others before it was queued, for its age."""
         self.num_charged_outputs = 0
         self.num_preemptions = 0
+        self.num_processed_tokens = 0
+        """Positions that have settled in one of its former stays."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission (rule H9)."""
         self.hold: Hold | None = None
@@ -184,6 +188,7 @@ class Stay:
         "num_published_blocks",
         "num_window_blocks",
         "pending_keys",
+        "replay",
         "retired",
         "rewinding",
         "sequence",
@@ -203,9 +208,7 @@ class Stay:
         windows: list[WindowTable],
         num_blocks: int,
         block_size: int,
-        num_cached_blocks: int,
-        num_settled: int,
-        copy_from: BlockId | None,
+        prefix: Prefix,
     ) -> None:
         self.sequence = sequence
         self.lane_id = lane_id
@@ -226,9 +229,11 @@ class Stay:
         self.retired = False
         self.rewinding = False
         """A sampling row came back empty: rows in flight are holes; feed again once nothing is in flight."""
-        self.num_cached_blocks = num_cached_blocks
+        self.replay = prefix.replay
+        """Where its window layers alone are computed again before it goes on."""
+        self.num_cached_blocks = len(prefix.keys)
         """Blocks at the front of the table that were found in the cache: shared, never written."""
-        self.num_published_blocks = num_cached_blocks
+        self.num_published_blocks = len(prefix.keys)
         """Blocks at the front of the table whose content is known by a key."""
         self.pending_keys: Sequence_[BlockKey] = ()
         """Keys of prompt blocks that it is going to publish."""
@@ -237,10 +242,10 @@ class Stay:
         self.end_tick = NO_TICK
         """After which tick its last possible output is in flight."""
         self.clock = clock
-        self.copy_from = copy_from
+        self.copy_from = prefix.copy_from
         """A fork's tail: the block whose copy is the first one of its own; until a plan has carried the copy."""
-        self._dispatched = num_settled
-        self._settled = num_settled
+        self._dispatched = prefix.num_unfed
+        self._settled = prefix.num_unfed
         self._placeholders = 0
         self._last_step: StepId = NO_STEP
         self._joined_at: int | None = None
@@ -295,6 +300,20 @@ class Stay:
     def num_to_feed(self) -> int:
         """Tokens that may be fed now: known ones, or the one that the previous step samples."""
         return len(self.sequence.history) + self.num_placeholders - self.num_dispatched
+
+    @property
+    def num_to_replay(self) -> int:
+        """Positions that a replay still has to feed: in rows of their own."""
+        return 0 if self.replay is None else max(0, self.replay.end - self.num_dispatched)
+
+    @property
+    def may_publish(self) -> bool:
+        """Whether what it writes may be shared: never behind an approximate replay (rule N9)."""
+        return self.replay is None or self.replay.is_exact
+
+    def note_processed(self) -> None:
+        """The stay is over, as far as its steps have committed."""
+        self.sequence.num_processed_tokens = max(self.sequence.num_processed_tokens, self.num_settled)
 
     @property
     def is_described(self) -> bool:

@@ -33,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from stepahead.scheduler.core.block_pool import BlockPool
 from stepahead.scheduler.core.config import LaneConfig, WindowPool
 from stepahead.scheduler.core.ids import BlockId, BlockKey
+from stepahead.scheduler.core.prefix import Prefix
 from stepahead.scheduler.core.sequence import Stay
 from stepahead.scheduler.core.window_table import WindowTable
 
@@ -129,12 +130,15 @@ class LaneWindows:
                 longest = index
         return longest
 
-    def open_tables(self, keys: Sequence[BlockKey], num_cached: int, num_blocks: int) -> list[WindowTable]:
-        """Tables of a newcomer whose first `num_cached` blocks are known by their keys, reservations included."""
+    def open_tables(self, prefix: Prefix, num_blocks: int) -> list[WindowTable]:
+        """Tables of a newcomer, reservations included. In front of a replay there is nothing."""
         tables: list[WindowTable] = []
         for group in self.groups:
-            num_null = group.num_needless(num_cached * group.block_size)
-            cached = group.pool.find(keys[num_null:num_cached])
+            if prefix.replay is None:
+                num_null = group.num_needless(len(prefix.keys) * group.block_size)
+                cached = group.pool.find(prefix.keys[num_null:])
+            else:
+                num_null, cached = prefix.replay.start // group.block_size, []
             group.pool.share(cached)
             tables.append(WindowTable(num_null, cached, group.charge(num_blocks)))
             group.num_reserved += group.charge(num_blocks)
@@ -189,8 +193,13 @@ class LaneWindows:
         return min(returning, default=None)
 
     def publish(self, stay: Stay, keys: Sequence[BlockKey], first: int) -> None:
-        """Blocks from the `first`-th on become visible under their keys, where they have not been dropped."""
+        """Blocks from the `first`-th on become visible under their keys, where they have not been dropped.
+
+        Behind the start of an exact replay those are visible that are exact in every layer.
+        """
         for group, table in zip(self.groups, stay.windows, strict=True):
+            if stay.replay is not None:
+                first = -(-stay.replay.first_exact(group.window) // group.block_size)
             for index in range(max(first, table.num_null), min(len(keys), table.end)):
                 group.pool.publish(table.block_ids[index - table.num_null], keys[index])
 
