@@ -86,7 +86,7 @@ def test_generate_sends_every_way_to_draw(stepahead, fake: FakeServer):
         "generate", "hi", "--address", fake.address, "--repetition-penalty", "1.5", "--frequency-penalty", "-1",
         "--presence-penalty", "2", "--logit-bias", "7=-2.5", "--logit-bias", "9=1", "--bad-words", "1,2",
         "--bad-words", "3", "--allowed-token-ids", "4,5", "--processed-logprobs", "--logprobs", "0", "--priority",
-        "-3", "--cache-salt", "mine", "--reattach-window", "0",
+        "-3", "--cache-salt", "mine", "--reattach-window", "0", "--approximate-replay-tokens", "4095",
     )  # fmt: skip
     sent = fake.requests[0]
     sampling = sent.sampling
@@ -98,6 +98,22 @@ def test_generate_sends_every_way_to_draw(stepahead, fake: FakeServer):
     assert sent.logprobs.HasField("output_top_k")
     assert (sent.scheduling.priority, sent.scheduling.cache_salt) == (-3, "mine")
     assert not sent.scheduling.HasField("reattach_window_ms")
+    assert sent.scheduling.approximate_replay_tokens == 4095
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_n8_an_answer_that_is_not_exact_says_so(stepahead, fake: FakeServer, flags):
+    said = {"window_replays": 2, "approximate_replays": 1, "first_approximate_token_index": 1}
+    fake.generate = lambda request, context: iter(
+        [response(started("r"), delta(0, [1, 2], "ab"), choice_finished(2, **said), finished(2))]
+    )
+    result = stepahead("generate", "hi", "--address", fake.address, *flags)
+    if flags:
+        assert json.loads(result.stdout).items() >= said.items()
+    else:
+        assert result.stdout == "ab\n"
+        told = "the answer is approximate from token 1 on: 1 of 2 window replays were cut short\n"
+        assert result.stderr.endswith(told)
 
 
 def test_lists_come_from_the_environment_too(stepahead, fake: FakeServer):

@@ -66,6 +66,15 @@ def test_stop_id_is_reported_as_matched():
     assert fold.completion().matched == 4
 
 
+def test_n8_an_answer_that_is_not_exact_says_from_where_on():
+    said = {"window_replays": 3, "approximate_replays": 2, "first_approximate_token_index": 0}
+    for fields, first in ((said, 0), ({"window_replays": 3}, None)):
+        fold = fold_of(started(), delta(0, [4]), choice_finished(1, **fields), finished(1))
+        (choice,) = fold.completion().choices
+        found = (choice.window_replays, choice.approximate_replays, choice.first_approximate_token_index)
+        assert found == (3, fields.get("approximate_replays", 0), first)
+
+
 def test_without_token_ids_the_indexes_are_the_servers_own():
     fold = fold_of(
         started(), delta(0, [], "a"), delta(4, [], "b"), choice_finished(6), finished(6), token_ids=False

@@ -140,6 +140,25 @@ async def test_a_model_without_a_tokenizer_takes_no_text(fields: dict[str, Any],
     assert await named(message(**fields), codec=None) == [field]
 
 
+@pytest.mark.parametrize(("asked", "fault"), [(0, None), (6, "must be at least 7, the largest"), (7, None)])
+async def test_n8_an_approximate_replay_feeds_a_window_at_least(asked: int, fault: str | None) -> None:
+    """0 is exact, as if nothing was said; a model without such layers takes any number."""
+    request = message(scheduling={"approximate_replay_tokens": asked})
+    assert (await accept(request)).approximate_replay_tokens == asked
+    model = served_model(codec(), largest_window=8)
+    if fault is None:
+        assert (await accept(request, model)).approximate_replay_tokens == asked
+        return
+    with pytest.raises(InvalidRequest, match=f"approximate_replay_tokens: {fault} window of tiny less 1"):
+        await accept(request, model)
+
+
+async def test_n8_an_approximate_replay_and_exact_values_of_the_prompt_contradict_each_other() -> None:
+    asked = {"scheduling": {"approximate_replay_tokens": 9}}
+    assert await named(message(**asked, logprobs={"prompt_top_k": 0})) == ["scheduling.approximate_replay_tokens"]
+    assert (await accept(message(**asked, logprobs={"output_top_k": 0}))).approximate_replay_tokens == 9
+
+
 async def test_v2_both_numbers_are_told() -> None:
     for request, numbers in (
         (message(token_ids={"ids": [1] * 20}), {"limit": "15", "actual": "20"}),

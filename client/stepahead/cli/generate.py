@@ -20,7 +20,13 @@ from stepahead.cli.options import (
     json_option,
 )
 from stepahead.cli.prompt_tokens import with_prompt_tokens
-from stepahead.cli.rendering import answer_lines, completion_object, decode_rate, prompt_logprob_lines
+from stepahead.cli.rendering import (
+    answer_lines,
+    approximate_lines,
+    completion_object,
+    decode_rate,
+    prompt_logprob_lines,
+)
 from stepahead.cli.request_file import read_requests
 from stepahead.client import ChatMessage, Client, Completion, GenerateOptions, Prompt, StepaheadError
 
@@ -135,6 +141,8 @@ def _print_stream(client: Client, prompt: Prompt, options: GenerateOptions) -> N
         click.echo(line)
     for line in prompt_logprob_lines(with_prompt_tokens(client, prompt, completion)):
         click.echo(line)
+    for line in approximate_lines(completion):
+        click.echo(line, err=True)
     if sys.stdout.isatty():
         show_statistics(completion)
 

@@ -9,7 +9,14 @@ import click
 from stepahead.cli.connection_notes import ConnectionNotes
 from stepahead.cli.failures import describe, exit_code_of
 from stepahead.cli.prompt_tokens import with_prompt_tokens_async
-from stepahead.cli.rendering import Json, answer_lines, completion_object, error_object, prompt_logprob_lines
+from stepahead.cli.rendering import (
+    Json,
+    answer_lines,
+    approximate_lines,
+    completion_object,
+    error_object,
+    prompt_logprob_lines,
+)
 from stepahead.cli.request_file import FileRequest
 from stepahead.client import AsyncClient, Completion, StepaheadError
 
@@ -63,3 +70,5 @@ async def _print_answer(client: AsyncClient, request: FileRequest, completion: C
         click.echo(line)
     for line in prompt_logprob_lines(completion):
         click.echo(line)
+    for line in approximate_lines(completion, place=f"line {request.line}, "):
+        click.echo(line, err=True)

@@ -291,6 +291,12 @@ def _scheduling_options() -> list[Callable[[Any], Any]]:
     return [
         click.option("--priority", type=int, help="Higher goes first, -1000 to 1000."),
         click.option("--cache-salt", default="", help="Share cached prefixes with requests of the same salt only."),
+        click.option(
+            "--approximate-replay-tokens",
+            type=int,
+            help="Positions that may be fed again at most for lost sliding windows, even if it takes more to be "
+            "exact; an answer that this has changed says so.  [default: as many as it takes]",
+        ),
         click.option("--timeout", type=float, help="Seconds for the whole request."),
         click.option("--queue-timeout", type=float, help="Seconds it may wait for admission."),
         click.option(

@@ -13,7 +13,7 @@ Json: TypeAlias = "Mapping[str, Json] | list[Json] | str | int | float | bool | 
 def completion_object(completion: Completion) -> dict[str, Json]:
     """One finished request: its first choice at the top, and all of them under `choices`.
 
-    Log probabilities are there only if they were asked for.
+    Log probabilities are there only if they were asked for, replays of sliding windows only if there were any.
     """
     rendered: dict[str, Json] = {
         "request_id": completion.request_id,
@@ -93,6 +93,19 @@ def answer_lines(completion: Completion, *, shows_ids: bool, place: str = "") ->
     return lines
 
 
+def approximate_lines(completion: Completion, *, place: str = "") -> list[str]:
+    """What a terminal is told of answers that are not exact; nothing if all are."""
+    lines: list[str] = []
+    for choice in completion.choices:
+        if choice.approximate_replays:
+            where = f"{place}choice {choice.index}" if len(completion.choices) > 1 else f"{place}the answer"
+            lines.append(
+                f"{where} is approximate from token {choice.first_approximate_token_index} on: "
+                f"{choice.approximate_replays} of {choice.window_replays} window replays were cut short"
+            )
+    return lines
+
+
 def logprob_lines(logprobs: Sequence[TokenLogprob | None]) -> list[str]:
     """Log probabilities for a terminal: one line per token, with the likeliest ones behind it.
 
@@ -125,6 +138,10 @@ def _choice_object(choice: Choice) -> dict[str, Json]:
     }
     if choice.logprobs:
         rendered["logprobs"] = [_logprob_object(each) for each in choice.logprobs]
+    if choice.window_replays:
+        rendered["window_replays"] = choice.window_replays
+        rendered["approximate_replays"] = choice.approximate_replays
+        rendered["first_approximate_token_index"] = choice.first_approximate_token_index
     return rendered
 
 

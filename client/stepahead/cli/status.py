@@ -46,6 +46,9 @@ def _summary(status: ServerStatus) -> Table:
         "tokens",
         f"{totals.prefill_tokens:,} prompt, {totals.output_tokens:,} output, {totals.preemptions:,} preemptions",
     )
+    if totals.window_replays:
+        replays = f"{totals.window_replays:,} of windows alone, {totals.approximate_replays:,} of them approximate"
+        rows.add_row("replays", replays)
     rows.add_row("overlap depth", str(status.overlap_depth))
     rows.add_row("up for", f"{status.uptime_ns / 1e9:.0f} s, version {status.version}")
     return rows

@@ -204,6 +204,8 @@ def server_status(message: operations_pb2.GetStatusResponse) -> ServerStatus:
             output_tokens=totals.output_tokens,
             prefill_tokens=totals.prefill_tokens,
             preemptions=totals.preemptions,
+            window_replays=totals.window_replays,
+            approximate_replays=totals.approximate_replays,
         ),
         workers=tuple(_worker_status(worker) for worker in message.workers),
     )

@@ -224,6 +224,11 @@ class CompletionFold:
             matched=matched,
             output_tokens=message.output_tokens,
             logprobs=tuple(choice.logprobs),
+            window_replays=message.window_replays,
+            approximate_replays=message.approximate_replays,
+            first_approximate_token_index=(
+                message.first_approximate_token_index if message.HasField("first_approximate_token_index") else None
+            ),
         )
 
     def _finish(self, message: generation_pb2.GenerationFinished) -> None:

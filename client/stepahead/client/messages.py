@@ -194,6 +194,10 @@ def _scheduling_message(
         timeout_ms=timeout_ms if window_ms or multiplexed else None,
         reattach_window_ms=window_ms,
         cache_salt=fields.string("scheduling.cache_salt", request.cache_salt),
+        approximate_replay_tokens=fields.integer(
+            "scheduling.approximate_replay_tokens", request.approximate_replay_tokens, 0, UINT32_MAX
+        )
+        or 0,
     )
 
 

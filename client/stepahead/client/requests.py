@@ -52,6 +52,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str
     priority: int | None
     cache_salt: str
+    approximate_replay_tokens: int | None
     queue_timeout: float | None
     timeout: float | None
     reattach_window: float | None
@@ -75,6 +76,8 @@ class GenerationRequest:
     best ones (0: of the token only); `processed_logprobs` means the distribution that was drawn from.
 
     How to run it: a higher `priority` goes first, requests with different `cache_salt` share no cached prefix.
+    `approximate_replay_tokens` bounds what is fed again for sliding windows that a preemption, a lost worker or a
+    cached prefix leaves without their states; an answer that is no longer exact then says so (see `Choice`).
     `queue_timeout` and `timeout` are seconds: waiting for admission, and the whole request. After a lost connection
     the client goes on within `reattach_window` seconds (None: 30), for which the server keeps the request; 0 turns
     that off. A `request_id` is made if none is given; the same id with the same body means the same request, even
@@ -116,6 +119,7 @@ class GenerationRequest:
     model: str = ""
     priority: int | None = None
     cache_salt: str = ""
+    approximate_replay_tokens: int | None = None
     queue_timeout: float | None = None
     timeout: float | None = None
     reattach_window: float | None = None

@@ -89,6 +89,10 @@ class Totals:
     output_tokens: int
     prefill_tokens: int
     preemptions: int
+    # Sequences whose sliding windows alone were computed again, and those among them from fewer positions than
+    # exact states take.
+    window_replays: int = 0
+    approximate_replays: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,9 @@ class Timings:
 class Choice:
     """One finished answer. `matched` is the stop id or stop string that ended it, if one did.
 
-    `logprobs` has one entry per output token if they were asked for.
+    `logprobs` has one entry per output token if they were asked for. `window_replays` counts how often the states
+    of sliding windows alone were computed again, `approximate_replays` those among them that the request's
+    `approximate_replay_tokens` cut short; what they may have changed begins at `first_approximate_token_index`.
     """
 
     index: int
@@ -147,6 +149,9 @@ class Choice:
     matched: int | str | None
     output_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    window_replays: int = 0
+    approximate_replays: int = 0
+    first_approximate_token_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

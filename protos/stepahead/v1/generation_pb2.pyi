@@ -654,6 +654,7 @@ class SchedulingParams(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     REATTACH_WINDOW_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_REPLAY_TOKENS_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Higher goes first, -1000 to 1000; who waits is promoted in time. Other values than 0 need a server that orders
     by priority. Unset: 0.
@@ -668,6 +669,12 @@ class SchedulingParams(_message.Message):
     """
     cache_salt: _builtins.str
     """Requests with different salts never share cached prefixes; 0 to 256 bytes."""
+    approximate_replay_tokens: _builtins.int
+    """Bounds what is fed again for layers with a sliding window, where a preemption, a lost worker or a cached prefix
+    leaves them without their states: at most so many positions. Fewer than exact states need make what follows
+    approximate; ChoiceFinished says so. At least the model's largest window less 1; not together with
+    logprobs.prompt_top_k. No effect on a model without such layers. Unset or 0: exact.
+    """
     def __init__(
         self,
         *,
@@ -676,10 +683,11 @@ class SchedulingParams(_message.Message):
         timeout_ms: _builtins.int | None = ...,
         reattach_window_ms: _builtins.int | None = ...,
         cache_salt: _builtins.str = ...,
+        approximate_replay_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_queue_timeout_ms", b"_queue_timeout_ms", "_reattach_window_ms", b"_reattach_window_ms", "_timeout_ms", b"_timeout_ms", "priority", b"priority", "queue_timeout_ms", b"queue_timeout_ms", "reattach_window_ms", b"reattach_window_ms", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_queue_timeout_ms", b"_queue_timeout_ms", "_reattach_window_ms", b"_reattach_window_ms", "_timeout_ms", b"_timeout_ms", "cache_salt", b"cache_salt", "priority", b"priority", "queue_timeout_ms", b"queue_timeout_ms", "reattach_window_ms", b"reattach_window_ms", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "_queue_timeout_ms", b"_queue_timeout_ms", "_reattach_window_ms", b"_reattach_window_ms", "_timeout_ms", b"_timeout_ms", "approximate_replay_tokens", b"approximate_replay_tokens", "cache_salt", b"cache_salt", "priority", b"priority", "queue_timeout_ms", b"queue_timeout_ms", "reattach_window_ms", b"reattach_window_ms", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -1013,6 +1021,9 @@ class ChoiceFinished(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_REPLAYS_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_REPLAYS_FIELD_NUMBER: _builtins.int
+    FIRST_APPROXIMATE_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """0 .. num_choices - 1."""
     reason: Global___FinishReason.ValueType
@@ -1023,6 +1034,12 @@ class ChoiceFinished(_message.Message):
     """A stop string."""
     output_tokens: _builtins.int
     """Tokens the choice delivered."""
+    window_replays: _builtins.int
+    """Times the states of its sliding windows alone were computed again."""
+    approximate_replays: _builtins.int
+    """Those among them from fewer positions than exact states need; 0 without scheduling.approximate_replay_tokens."""
+    first_approximate_token_index: _builtins.int
+    """Output index of the first token that may differ from an exact answer's; set if approximate_replays is above 0."""
     def __init__(
         self,
         *,
@@ -1031,13 +1048,21 @@ class ChoiceFinished(_message.Message):
         token_id: _builtins.int = ...,
         stop_string: _builtins.str = ...,
         output_tokens: _builtins.int = ...,
+        window_replays: _builtins.int = ...,
+        approximate_replays: _builtins.int = ...,
+        first_approximate_token_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "stop_string", b"stop_string", "token_id", b"token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_approximate_token_index", b"_first_approximate_token_index", "first_approximate_token_index", b"first_approximate_token_index", "matched", b"matched", "stop_string", b"stop_string", "token_id", b"token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "matched", b"matched", "output_tokens", b"output_tokens", "reason", b"reason", "stop_string", b"stop_string", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_approximate_token_index", b"_first_approximate_token_index", "approximate_replays", b"approximate_replays", "choice_index", b"choice_index", "first_approximate_token_index", b"first_approximate_token_index", "matched", b"matched", "output_tokens", b"output_tokens", "reason", b"reason", "stop_string", b"stop_string", "token_id", b"token_id", "window_replays", b"window_replays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_approximate_token_index: _TypeAlias = _typing.Literal["first_approximate_token_index"]  # noqa: Y015
+    _WhichOneofArgType__first_approximate_token_index: _TypeAlias = _typing.Literal["_first_approximate_token_index", b"_first_approximate_token_index"]  # noqa: Y015
     _WhichOneofReturnType_matched: _TypeAlias = _typing.Literal["token_id", "stop_string"]  # noqa: Y015
     _WhichOneofArgType_matched: _TypeAlias = _typing.Literal["matched", b"matched"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_approximate_token_index) -> _WhichOneofReturnType__first_approximate_token_index | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched) -> _WhichOneofReturnType_matched | None: ...
 
 Global___ChoiceFinished: _TypeAlias = ChoiceFinished  # noqa: Y015

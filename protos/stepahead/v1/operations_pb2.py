@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from stepahead.v1 import worker_pb2 as stepahead_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstepahead/v1/operations.proto\x12\x0cstepahead.v1\x1a\x19stepahead/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xa6\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1d\n\x15scheduler_instance_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x05state\x18\x04 \x01(\x0e\x32\x1c.stepahead.v1.SchedulerState\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12+\n\x07workers\x18\x07 \x03(\x0b\x32\x1a.stepahead.v1.WorkerStatus\x12$\n\x06totals\x18\x08 \x01(\x0b\x32\x14.stepahead.v1.Totals\x12\x15\n\roverlap_depth\x18\t \x01(\r\x12\x11\n\tuptime_ns\x18\n \x01(\x04\"\x85\x02\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x1a\n\x12worker_instance_id\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x05 \x01(\x04\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\'\n\x05slots\x18\x07 \x01(\x0b\x32\x18.stepahead.v1.SlotCounts\x12)\n\x06\x62locks\x18\x08 \x01(\x0b\x32\x19.stepahead.v1.BlockCounts\x12&\n\x05steps\x18\t \x01(\x0b\x32\x17.stepahead.v1.StepStats\"M\n\nSlotCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\r\n\x05owned\x18\x03 \x01(\r\x12\x13\n\x0bquarantined\x18\x04 \x01(\r\"c\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\r\n\x05owned\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_idle\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x05 \x01(\r\"\xb9\x02\n\tStepStats\x12\x1f\n\x17last_dispatched_step_id\x18\x01 \x01(\x04\x12\x1e\n\x16last_committed_step_id\x18\x02 \x01(\x04\x12$\n\x1c\x62oundaries_with_running_step\x18\x03 \x01(\x04\x12\x12\n\nboundaries\x18\x04 \x01(\x04\x12\x0f\n\x07\x62usy_ns\x18\x05 \x01(\x04\x12\x0f\n\x07idle_ns\x18\x06 \x01(\x04\x12\x12\n\ngap_ns_p50\x18\x07 \x01(\x04\x12\x12\n\ngap_ns_p99\x18\x08 \x01(\x04\x12\x1f\n\x17\x62oundary_to_plan_ns_p50\x18\t \x01(\x04\x12\x1f\n\x17\x62oundary_to_plan_ns_p99\x18\n \x01(\x04\x12\x0f\n\x07resumes\x18\x0b \x01(\x04\x12\x14\n\x0coverrun_rows\x18\x0c \x01(\x04\"\xb7\x01\n\x06Totals\x12\x19\n\x11requests_accepted\x18\x01 \x01(\x04\x12\x19\n\x11requests_finished\x18\x02 \x01(\x04\x12\x1a\n\x12requests_cancelled\x18\x03 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x04 \x01(\x04\x12\x15\n\routput_tokens\x18\x05 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x14ListRequestsResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.stepahead.v1.RequestStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x88\x01\n\rRequestStatus\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x61ge_ns\x18\x05 \x01(\x04\x12\x16\n\x0eworker_address\x18\x06 \x01(\t\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"4\n\rDrainResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x11\n\tcancelled\x18\x02 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\";\n\x12GetTimelineRequest\x12\x16\n\x0eworker_address\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"@\n\x13GetTimelineResponse\x12)\n\x07records\x18\x01 \x03(\x0b\x32\x18.stepahead.v1.StepRecord\"\xb7\x02\n\nStepRecord\x12\x19\n\x11\x63ompleted_step_id\x18\x01 \x01(\x04\x12\x17\n\x0frunning_step_id\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x01(\r\x12\x0e\n\x06gap_ns\x18\x06 \x01(\x04\x12\x0f\n\x07\x62usy_ns\x18\x07 \x01(\x04\x12\x1b\n\x13\x62oundary_to_plan_ns\x18\x08 \x01(\x04\x12\x13\n\x0bwork_waited\x18\t \x01(\x08\x12\x16\n\x0esample_wait_ns\x18\n \x01(\x04\x12$\n\x04plan\x18\x0b \x01(\x0b\x32\x16.stepahead.v1.StepPlan\x12,\n\x08\x62oundary\x18\x0c \x01(\x0b\x32\x1a.stepahead.v1.StepBoundary\"\x13\n\x11\x46lushStepsRequest\",\n\x12\x46lushStepsResponse\x12\x16\n\x0enum_boundaries\x18\x01 \x01(\r\"-\n\x13\x43ordonWorkerRequest\x12\x16\n\x0eworker_address\x18\x01 \x01(\t\"\x16\n\x14\x43ordonWorkerResponse\"/\n\x15UncordonWorkerRequest\x12\x16\n\x0eworker_address\x18\x01 \x01(\t\"\x18\n\x16UncordonWorkerResponse*\x8b\x01\n\x0eSchedulerState\x12\x1f\n\x1bSCHEDULER_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19SCHEDULER_STATE_NOT_READY\x10\x01\x12\x1b\n\x17SCHEDULER_STATE_SERVING\x10\x02\x12\x1c\n\x18SCHEDULER_STATE_DRAINING\x10\x03\x32\x98\x05\n\x11OperationsService\x12L\n\tGetStatus\x12\x1e.stepahead.v1.GetStatusRequest\x1a\x1f.stepahead.v1.GetStatusResponse\x12U\n\x0cListRequests\x12!.stepahead.v1.ListRequestsRequest\x1a\".stepahead.v1.ListRequestsResponse\x12@\n\x05\x44rain\x12\x1a.stepahead.v1.DrainRequest\x1a\x1b.stepahead.v1.DrainResponse\x12\x43\n\x06Resume\x12\x1b.stepahead.v1.ResumeRequest\x1a\x1c.stepahead.v1.ResumeResponse\x12R\n\x0bGetTimeline\x12 .stepahead.v1.GetTimelineRequest\x1a!.stepahead.v1.GetTimelineResponse\x12O\n\nFlushSteps\x12\x1f.stepahead.v1.FlushStepsRequest\x1a .stepahead.v1.FlushStepsResponse\x12U\n\x0c\x43ordonWorker\x12!.stepahead.v1.CordonWorkerRequest\x1a\".stepahead.v1.CordonWorkerResponse\x12[\n\x0eUncordonWorker\x12#.stepahead.v1.UncordonWorkerRequest\x1a$.stepahead.v1.UncordonWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dstepahead/v1/operations.proto\x12\x0cstepahead.v1\x1a\x19stepahead/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xa6\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1d\n\x15scheduler_instance_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x05state\x18\x04 \x01(\x0e\x32\x1c.stepahead.v1.SchedulerState\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12+\n\x07workers\x18\x07 \x03(\x0b\x32\x1a.stepahead.v1.WorkerStatus\x12$\n\x06totals\x18\x08 \x01(\x0b\x32\x14.stepahead.v1.Totals\x12\x15\n\roverlap_depth\x18\t \x01(\r\x12\x11\n\tuptime_ns\x18\n \x01(\x04\"\x85\x02\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tconnected\x18\x02 \x01(\x08\x12\x1a\n\x12worker_instance_id\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x05 \x01(\x04\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\'\n\x05slots\x18\x07 \x01(\x0b\x32\x18.stepahead.v1.SlotCounts\x12)\n\x06\x62locks\x18\x08 \x01(\x0b\x32\x19.stepahead.v1.BlockCounts\x12&\n\x05steps\x18\t \x01(\x0b\x32\x17.stepahead.v1.StepStats\"M\n\nSlotCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\r\n\x05owned\x18\x03 \x01(\r\x12\x13\n\x0bquarantined\x18\x04 \x01(\r\"c\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\r\n\x05owned\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_idle\x18\x04 \x01(\r\x12\x13\n\x0bquarantined\x18\x05 \x01(\r\"\xb9\x02\n\tStepStats\x12\x1f\n\x17last_dispatched_step_id\x18\x01 \x01(\x04\x12\x1e\n\x16last_committed_step_id\x18\x02 \x01(\x04\x12$\n\x1c\x62oundaries_with_running_step\x18\x03 \x01(\x04\x12\x12\n\nboundaries\x18\x04 \x01(\x04\x12\x0f\n\x07\x62usy_ns\x18\x05 \x01(\x04\x12\x0f\n\x07idle_ns\x18\x06 \x01(\x04\x12\x12\n\ngap_ns_p50\x18\x07 \x01(\x04\x12\x12\n\ngap_ns_p99\x18\x08 \x01(\x04\x12\x1f\n\x17\x62oundary_to_plan_ns_p50\x18\t \x01(\x04\x12\x1f\n\x17\x62oundary_to_plan_ns_p99\x18\n \x01(\x04\x12\x0f\n\x07resumes\x18\x0b \x01(\x04\x12\x14\n\x0coverrun_rows\x18\x0c \x01(\x04\"\xec\x01\n\x06Totals\x12\x19\n\x11requests_accepted\x18\x01 \x01(\x04\x12\x19\n\x11requests_finished\x18\x02 \x01(\x04\x12\x1a\n\x12requests_cancelled\x18\x03 \x01(\x04\x12\x17\n\x0frequests_failed\x18\x04 \x01(\x04\x12\x15\n\routput_tokens\x18\x05 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\x04\x12\x16\n\x0ewindow_replays\x18\x08 \x01(\x04\x12\x1b\n\x13\x61pproximate_replays\x18\t \x01(\x04\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x14ListRequestsResponse\x12-\n\x08requests\x18\x01 \x03(\x0b\x32\x1b.stepahead.v1.RequestStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x88\x01\n\rRequestStatus\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\x12\x0e\n\x06\x61ge_ns\x18\x05 \x01(\x04\x12\x16\n\x0eworker_address\x18\x06 \x01(\t\"\"\n\x0c\x44rainRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\r\"4\n\rDrainResponse\x12\x10\n\x08\x66inished\x18\x01 \x01(\r\x12\x11\n\tcancelled\x18\x02 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\";\n\x12GetTimelineRequest\x12\x16\n\x0eworker_address\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"@\n\x13GetTimelineResponse\x12)\n\x07records\x18\x01 \x03(\x0b\x32\x18.stepahead.v1.StepRecord\"\xb7\x02\n\nStepRecord\x12\x19\n\x11\x63ompleted_step_id\x18\x01 \x01(\x04\x12\x17\n\x0frunning_step_id\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x01(\r\x12\x0e\n\x06gap_ns\x18\x06 \x01(\x04\x12\x0f\n\x07\x62usy_ns\x18\x07 \x01(\x04\x12\x1b\n\x13\x62oundary_to_plan_ns\x18\x08 \x01(\x04\x12\x13\n\x0bwork_waited\x18\t \x01(\x08\x12\x16\n\x0esample_wait_ns\x18\n \x01(\x04\x12$\n\x04plan\x18\x0b \x01(\x0b\x32\x16.stepahead.v1.StepPlan\x12,\n\x08\x62oundary\x18\x0c \x01(\x0b\x32\x1a.stepahead.v1.StepBoundary\"\x13\n\x11\x46lushStepsRequest\",\n\x12\x46lushStepsResponse\x12\x16\n\x0enum_boundaries\x18\x01 \x01(\r\"-\n\x13\x43ordonWorkerRequest\x12\x16\n\x0eworker_address\x18\x01 \x01(\t\"\x16\n\x14\x43ordonWorkerResponse\"/\n\x15UncordonWorkerRequest\x12\x16\n\x0eworker_address\x18\x01 \x01(\t\"\x18\n\x16UncordonWorkerResponse*\x8b\x01\n\x0eSchedulerState\x12\x1f\n\x1bSCHEDULER_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19SCHEDULER_STATE_NOT_READY\x10\x01\x12\x1b\n\x17SCHEDULER_STATE_SERVING\x10\x02\x12\x1c\n\x18SCHEDULER_STATE_DRAINING\x10\x03\x32\x98\x05\n\x11OperationsService\x12L\n\tGetStatus\x12\x1e.stepahead.v1.GetStatusRequest\x1a\x1f.stepahead.v1.GetStatusResponse\x12U\n\x0cListRequests\x12!.stepahead.v1.ListRequestsRequest\x1a\".stepahead.v1.ListRequestsResponse\x12@\n\x05\x44rain\x12\x1a.stepahead.v1.DrainRequest\x1a\x1b.stepahead.v1.DrainResponse\x12\x43\n\x06Resume\x12\x1b.stepahead.v1.ResumeRequest\x1a\x1c.stepahead.v1.ResumeResponse\x12R\n\x0bGetTimeline\x12 .stepahead.v1.GetTimelineRequest\x1a!.stepahead.v1.GetTimelineResponse\x12O\n\nFlushSteps\x12\x1f.stepahead.v1.FlushStepsRequest\x1a .stepahead.v1.FlushStepsResponse\x12U\n\x0c\x43ordonWorker\x12!.stepahead.v1.CordonWorkerRequest\x1a\".stepahead.v1.CordonWorkerResponse\x12[\n\x0eUncordonWorker\x12#.stepahead.v1.UncordonWorkerRequest\x1a$.stepahead.v1.UncordonWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stepahead.v1.operations_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCHEDULERSTATE']._serialized_start=2414
-  _globals['_SCHEDULERSTATE']._serialized_end=2553
+  _globals['_SCHEDULERSTATE']._serialized_start=2467
+  _globals['_SCHEDULERSTATE']._serialized_end=2606
   _globals['_GETSTATUSREQUEST']._serialized_start=74
   _globals['_GETSTATUSREQUEST']._serialized_end=92
   _globals['_GETSTATUSRESPONSE']._serialized_start=95
@@ -47,39 +47,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPSTATS']._serialized_start=836
   _globals['_STEPSTATS']._serialized_end=1149
   _globals['_TOTALS']._serialized_start=1152
-  _globals['_TOTALS']._serialized_end=1335
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1337
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1397
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1399
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1493
-  _globals['_REQUESTSTATUS']._serialized_start=1496
-  _globals['_REQUESTSTATUS']._serialized_end=1632
-  _globals['_DRAINREQUEST']._serialized_start=1634
-  _globals['_DRAINREQUEST']._serialized_end=1668
-  _globals['_DRAINRESPONSE']._serialized_start=1670
-  _globals['_DRAINRESPONSE']._serialized_end=1722
-  _globals['_RESUMEREQUEST']._serialized_start=1724
-  _globals['_RESUMEREQUEST']._serialized_end=1739
-  _globals['_RESUMERESPONSE']._serialized_start=1741
-  _globals['_RESUMERESPONSE']._serialized_end=1757
-  _globals['_GETTIMELINEREQUEST']._serialized_start=1759
-  _globals['_GETTIMELINEREQUEST']._serialized_end=1818
-  _globals['_GETTIMELINERESPONSE']._serialized_start=1820
-  _globals['_GETTIMELINERESPONSE']._serialized_end=1884
-  _globals['_STEPRECORD']._serialized_start=1887
-  _globals['_STEPRECORD']._serialized_end=2198
-  _globals['_FLUSHSTEPSREQUEST']._serialized_start=2200
-  _globals['_FLUSHSTEPSREQUEST']._serialized_end=2219
-  _globals['_FLUSHSTEPSRESPONSE']._serialized_start=2221
-  _globals['_FLUSHSTEPSRESPONSE']._serialized_end=2265
-  _globals['_CORDONWORKERREQUEST']._serialized_start=2267
-  _globals['_CORDONWORKERREQUEST']._serialized_end=2312
-  _globals['_CORDONWORKERRESPONSE']._serialized_start=2314
-  _globals['_CORDONWORKERRESPONSE']._serialized_end=2336
-  _globals['_UNCORDONWORKERREQUEST']._serialized_start=2338
-  _globals['_UNCORDONWORKERREQUEST']._serialized_end=2385
-  _globals['_UNCORDONWORKERRESPONSE']._serialized_start=2387
-  _globals['_UNCORDONWORKERRESPONSE']._serialized_end=2411
-  _globals['_OPERATIONSSERVICE']._serialized_start=2556
-  _globals['_OPERATIONSSERVICE']._serialized_end=3220
+  _globals['_TOTALS']._serialized_end=1388
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1390
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1450
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1452
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1546
+  _globals['_REQUESTSTATUS']._serialized_start=1549
+  _globals['_REQUESTSTATUS']._serialized_end=1685
+  _globals['_DRAINREQUEST']._serialized_start=1687
+  _globals['_DRAINREQUEST']._serialized_end=1721
+  _globals['_DRAINRESPONSE']._serialized_start=1723
+  _globals['_DRAINRESPONSE']._serialized_end=1775
+  _globals['_RESUMEREQUEST']._serialized_start=1777
+  _globals['_RESUMEREQUEST']._serialized_end=1792
+  _globals['_RESUMERESPONSE']._serialized_start=1794
+  _globals['_RESUMERESPONSE']._serialized_end=1810
+  _globals['_GETTIMELINEREQUEST']._serialized_start=1812
+  _globals['_GETTIMELINEREQUEST']._serialized_end=1871
+  _globals['_GETTIMELINERESPONSE']._serialized_start=1873
+  _globals['_GETTIMELINERESPONSE']._serialized_end=1937
+  _globals['_STEPRECORD']._serialized_start=1940
+  _globals['_STEPRECORD']._serialized_end=2251
+  _globals['_FLUSHSTEPSREQUEST']._serialized_start=2253
+  _globals['_FLUSHSTEPSREQUEST']._serialized_end=2272
+  _globals['_FLUSHSTEPSRESPONSE']._serialized_start=2274
+  _globals['_FLUSHSTEPSRESPONSE']._serialized_end=2318
+  _globals['_CORDONWORKERREQUEST']._serialized_start=2320
+  _globals['_CORDONWORKERREQUEST']._serialized_end=2365
+  _globals['_CORDONWORKERRESPONSE']._serialized_start=2367
+  _globals['_CORDONWORKERRESPONSE']._serialized_end=2389
+  _globals['_UNCORDONWORKERREQUEST']._serialized_start=2391
+  _globals['_UNCORDONWORKERREQUEST']._serialized_end=2438
+  _globals['_UNCORDONWORKERRESPONSE']._serialized_start=2440
+  _globals['_UNCORDONWORKERRESPONSE']._serialized_end=2464
+  _globals['_OPERATIONSSERVICE']._serialized_start=2609
+  _globals['_OPERATIONSSERVICE']._serialized_end=3273
 # @@protoc_insertion_point(module_scope)

@@ -338,6 +338,8 @@ class Totals(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    WINDOW_REPLAYS_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_REPLAYS_FIELD_NUMBER: _builtins.int
     requests_accepted: _builtins.int
     """Requests accepted."""
     requests_finished: _builtins.int
@@ -352,6 +354,10 @@ class Totals(_message.Message):
     """Prompt tokens fed (recomputation included)."""
     preemptions: _builtins.int
     """Sequences that lost their place."""
+    window_replays: _builtins.int
+    """Sequences whose sliding windows alone were computed again."""
+    approximate_replays: _builtins.int
+    """Those among them from fewer positions than exact states need."""
     def __init__(
         self,
         *,
@@ -362,10 +368,12 @@ class Totals(_message.Message):
         output_tokens: _builtins.int = ...,
         prefill_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        window_replays: _builtins.int = ...,
+        approximate_replays: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["output_tokens", b"output_tokens", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "requests_accepted", b"requests_accepted", "requests_cancelled", b"requests_cancelled", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_replays", b"approximate_replays", "output_tokens", b"output_tokens", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "requests_accepted", b"requests_accepted", "requests_cancelled", b"requests_cancelled", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "window_replays", b"window_replays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

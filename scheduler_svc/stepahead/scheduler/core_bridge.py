@@ -39,6 +39,7 @@ def _core_request(live: LiveRequest, choice: Choice) -> Request:
         sampling=sampling,
         constrained=accepted.constraint is not None,
         recompute_prompt=wants_prompt and not choice.index,
+        approximate_replay_tokens=accepted.approximate_replay_tokens,
         fork_of=live.key if choice.index else None,
         priority=accepted.priority,
         tenant=live.tenant,

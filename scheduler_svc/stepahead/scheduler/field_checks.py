@@ -201,9 +201,10 @@ def check_output(output: generation_pb2.OutputParams, model: ServedModel, violat
 
 
 def check_scheduling(
-    scheduling: generation_pb2.SchedulingParams, violations: Violations, *, has_priorities: bool
+    request: generation_pb2.GenerateRequest, model: ServedModel, violations: Violations, *, has_priorities: bool
 ) -> None:
     """Queueing and lifetime."""
+    scheduling = request.scheduling
     priority = scheduling.priority
     if abs(priority) > MAX_PRIORITY:
         violations.add("scheduling.priority", f"must be -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
@@ -220,6 +221,19 @@ def check_scheduling(
         "scheduling.reattach_window_ms",
         f"must be 0 to {MAX_REATTACH_WINDOW_MS}, not {scheduling.reattach_window_ms}",
     )
+    if scheduling.approximate_replay_tokens:
+        field, least = "scheduling.approximate_replay_tokens", model.largest_window - 1
+        violations.check(
+            scheduling.approximate_replay_tokens >= least,
+            field,
+            f"must be at least {least}, the largest window of {model.name} less 1, or 0, "
+            f"not {scheduling.approximate_replay_tokens}",
+        )
+        violations.check(
+            not request.logprobs.HasField("prompt_top_k"),
+            field,
+            "logprobs.prompt_top_k promises exact values: give one of the two",
+        )
     for name in ("timeout_ms", "queue_timeout_ms"):
         if scheduling.HasField(name):
             violations.check(getattr(scheduling, name) >= 1, f"scheduling.{name}", "must be at least 1")

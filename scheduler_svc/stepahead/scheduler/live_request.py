@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stepahead.scheduler.core import Finished, FinishReason, RequestKey
+from stepahead.scheduler.core import Admitted, Finished, FinishReason, RequestKey
 from stepahead.scheduler.errors import ApiError
 from stepahead.scheduler.logprobs import PromptLogprobLog
 from stepahead.scheduler.output_log import OutputLog
@@ -54,6 +54,20 @@ class Choice:
     log: OutputLog
     live: LiveRequest = field(init=False, repr=False)
     finished: Finished | None = None
+    window_replays: int = 0
+    """Times its sliding windows alone were computed again."""
+    approximate_replays: int = 0
+    """Those among them from fewer positions than exact states take."""
+    first_approximate: int | None = None
+    """Output index of the first token that such a replay may have changed."""
+
+    def note_admitted(self, entry: Admitted) -> None:
+        """It got a slot."""
+        self.window_replays += entry.replays
+        if entry.approximate_from is not None:
+            self.approximate_replays += 1
+            if self.first_approximate is None:
+                self.first_approximate = entry.approximate_from
 
     def finished_event(self) -> generation_pb2.GenerationEvent:
         """Its end."""
@@ -63,6 +77,9 @@ class Choice:
             choice_index=self.index,
             reason=FINISH_REASONS[finished.reason],
             output_tokens=finished.num_output_tokens,
+            window_replays=self.window_replays,
+            approximate_replays=self.approximate_replays,
+            first_approximate_token_index=self.first_approximate,
         )
         if finished.matched_token_id is not None:
             ended.token_id = finished.matched_token_id

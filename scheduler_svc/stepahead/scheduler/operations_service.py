@@ -62,6 +62,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
                 output_tokens=core.totals.output_tokens,
                 prefill_tokens=core.totals.prefill_tokens,
                 preemptions=core.totals.preemptions,
+                window_replays=core.totals.window_replays,
+                approximate_replays=core.totals.approximate_replays,
             ),
             overlap_depth=front_end.settings.overlap_depth,
             uptime_ns=now_ns() - self._started_ns,

@@ -140,7 +140,9 @@ class RequestBook:
     def note_admitted(self, admitted: tuple[Admitted, ...]) -> None:
         """Sequences got a slot."""
         for entry in admitted:
-            live = self.choices[entry.key].live
+            choice = self.choices[entry.key]
+            choice.note_admitted(entry)
+            live = choice.live
             if not live.times.admitted_ns:
                 live.times.admitted_ns = now_ns()
                 live.num_cached_tokens = entry.num_cached_tokens
@@ -237,6 +239,8 @@ class RequestBook:
             prompt_tokens=len(live.accepted.prompt_token_ids),
             output_tokens=live.num_output_tokens,
             preemptions=live.preemptions,
+            window_replays=sum(choice.window_replays for choice in live.choices),
+            approximate_replays=sum(choice.approximate_replays for choice in live.choices),
             queue_ms=round(max(0, (times.admitted_ns or times.finished_ns) - times.accepted_ns) / 1e6, 3),
             first_token_ms=round(max(0, times.first_token_ns - times.accepted_ns) / 1e6, 3),
             total_ms=round((times.finished_ns - times.accepted_ns) / 1e6, 3),

@@ -35,6 +35,8 @@ class ServedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+    largest_window: int = 0
+    """Positions that its layers with a sliding window see at most, if workers keep no more; 0: there are none."""
     codec: TextCodec | None
     tokenizer_sha256: str
     tokenizer_bundle: bytes = field(default=b"", repr=False)
@@ -52,6 +54,7 @@ class ServedModel:
             max_model_len=info.limits.max_model_len,
             eos_token_ids=frozenset(info.model.eos_token_ids),
             bos_token_id=info.model.bos_token_id if info.model.HasField("bos_token_id") else None,
+            largest_window=max((group.window_tokens for group in info.limits.kv_groups), default=0),
             codec=codec,
             tokenizer_sha256=sha256,
             tokenizer_bundle=bundle,

@@ -49,6 +49,7 @@ class AcceptedRequest:
     final_only: bool
     priority: int
     cache_salt: str
+    approximate_replay_tokens: int
     timeout_ms: int | None
     queue_timeout_ms: int | None
     reattach_window_ms: int
@@ -86,7 +87,7 @@ async def validate(
     check_sampling(request.sampling, model, violations)
     check_stopping(request.stopping, model, violations)
     check_output(request.output, model, violations)
-    check_scheduling(request.scheduling, violations, has_priorities=has_priorities)
+    check_scheduling(request, model, violations, has_priorities=has_priorities)
     violations.raise_any()
     prompt = await prompt_token_ids(request, model)
     stopping = request.stopping
@@ -127,6 +128,7 @@ def _accepted(
         final_only=output.delivery == generation_pb2.OutputParams.DELIVERY_FINAL_ONLY,
         priority=request.scheduling.priority,
         cache_salt=request.scheduling.cache_salt,
+        approximate_replay_tokens=request.scheduling.approximate_replay_tokens,
         timeout_ms=request.scheduling.timeout_ms or None,
         queue_timeout_ms=request.scheduling.queue_timeout_ms or None,
         reattach_window_ms=request.scheduling.reattach_window_ms,
