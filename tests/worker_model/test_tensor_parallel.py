@@ -13,9 +13,11 @@ from stepahead.worker.model.registry import make_runner
 from stepahead.worker.ranks.start_up import complete_together
 from tests.worker_model import rank_pair
 from tests.worker_model.conftest import MIXTURES, VOCAB_SIZE
+from tests.worker_model.core_driver import CoreDriver
 from tests.worker_model.driver import Driver
 from tests.worker_model.gguf_files import TYPES, write_gguf
 from tests.worker_model.rank_pair import PLACE, connected_pair
+from tests.worker_model.test_window_groups import shape_for
 
 RNG = np.random.default_rng(23)
 PROMPTS = [RNG.integers(3, VOCAB_SIZE, size).tolist() for size in (1, 13, 30, 27, 19, 30, 30)]
@@ -103,6 +105,21 @@ def test_copied_and_zeroed_blocks_reach_every_rank(tiny, pair):
     expected = tiny("llama-mha").greedy(PROMPTS[4], 6)
     assert child.outputs == expected
     assert parent.outputs != expected[:1]
+
+
+def test_n6_n7_two_ranks_replay_windows_as_one(tiny, pair):
+    """A loss behind eight outputs; each rank has its own heads' keys to leave alone, and to rebuild."""
+    model, prompt = tiny("mistral-window"), PROMPTS[2]
+    with pair.host(model.path) as runner:
+        facts = runner.load(lambda what, done, total: None)
+        shape = shape_for(facts, 24, replays_windows=True)
+        runner.allocate(shape)
+        driver = CoreDriver(runner, facts, shape)
+        driver.add(0, prompt, 16)
+        driver.run(max_commits=8)
+        driver.lose()
+        assert driver.run()[0] == model.greedy(prompt, 16)
+        assert driver.scheduler.totals.window_replays == 1
 
 
 def test_the_shards_of_a_gguf_file(tiny, pair, tmp_path):

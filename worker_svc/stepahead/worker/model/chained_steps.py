@@ -56,6 +56,7 @@ class ChainedSteps:
             seq_lens=batch.seq_lens,
             block_tables=batch.block_tables,
             more_groups=batch.more_groups,
+            floors=batch.floors,
         )
         planned = self._chain.plan(
             batch.token_ids,
