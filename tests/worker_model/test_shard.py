@@ -170,15 +170,20 @@ def test_messages_survive_the_way_between_ranks():
         Stop(),
     ):
         assert unpack(pack(message)) == message
-    window = GroupLayout(np.arange(18), np.array([[-1, 2]], np.int32))
-    message = unpack(pack(Forward(TOKENS, replace(LAYOUT, more_groups=(window,)), np.zeros(0, np.int64))))
+    window = GroupLayout(np.arange(18), np.array([[-1, 2]], np.int32), np.array([4], np.int32))
+    layout = replace(LAYOUT, more_groups=(window,), floors=np.array([0], np.int32))
+    message = unpack(pack(Forward(TOKENS, layout, np.zeros(0, np.int64))))
     assert isinstance(message, Forward)
     np.testing.assert_array_equal(message.token_ids, TOKENS)
     assert message.logit_tokens.dtype == np.int64
     assert len(message.logit_tokens) == 0
     (group,) = message.layout.more_groups
-    arrays = [(getattr(message.layout, each.name), getattr(LAYOUT, each.name)) for each in fields(LAYOUT)]
-    arrays = [*arrays[:-1], (group.slot_mapping, window.slot_mapping), (group.block_tables, window.block_tables)]
+    arrays = [
+        (getattr(received, each.name), getattr(sent, each.name))
+        for received, sent in ((message.layout, layout), (group, window))
+        for each in fields(sent)
+        if each.name != "more_groups"
+    ]
     for array, expected in arrays:
         assert (array.dtype, array.flags.writeable) == (expected.dtype, True)
         np.testing.assert_array_equal(array, expected)
