@@ -24,6 +24,10 @@ namespace {
 // takes: 8 rows 11.0 -> 10.0 ms, attention at 32 rows 6.9 -> 5.9 ms.
 STEP_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
+// Fetches what is used once, past the third-level cache: what the service's own code and data have there stays. At one
+// row the step is no faster alone, and the service beside it 117 -> 125 tokens a second. At eight rows it is slower.
+STEP_INLINE void fetch_once(const char* line) { __builtin_prefetch(line, 0, 0); }
+
 template <class P, int R>
 struct Sums {
   typename P::F v[R][2];

@@ -41,7 +41,7 @@ STEP_INLINE void multiply_chunk(Sums<P, R>& sums, const typename P::Activation* 
 #pragma GCC unroll 1
   for (int64_t i = 0; i < CHUNK_PAIRS; i++) {
 #pragma GCC unroll 3
-    for (int line = 0; line < LINES; line++) fetch(ahead.at + line * ahead.step);
+    for (int line = 0; line < LINES; line++) (R == 1 ? fetch_once : fetch)(ahead.at + line * ahead.step);
     ahead.at += LINES * ahead.step;
     typename P::Right first, second;
     P::template decode<0>(pair, high_bytes, first, second);
