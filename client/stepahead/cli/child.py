@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from stepahead.cli.announcements import Announcement, Failed, parse_announcement
-from stepahead.cli.failures import EXIT_USAGE, StackError, describe_exit
+from stepahead.cli.exit_codes import EXIT_USAGE
+from stepahead.cli.failures import StackError, describe_exit
 
 _NUM_TAIL_LINES = 15
 _TETHERED = (sys.executable, "-I", "-S", str(Path(__file__).with_name("tethered.py")))

@@ -6,8 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-EXIT_INTERRUPTED = 130
-_EXIT_FAILURE = 1
+from stepahead.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED
+
 # What writing runs into; a closed pipe ends quietly before it comes here.
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -46,4 +46,4 @@ def run_quietly(command: Callable[[], object]) -> None:
         # What is still buffered would fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.stderr.write(f"error: cannot write the output: {error.strerror}\n")
-        sys.exit(_EXIT_FAILURE)
+        sys.exit(EXIT_FAILURE)

@@ -11,7 +11,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from stepahead.cli.entry import EXIT_INTERRUPTED as EXIT_INTERRUPTED  # noqa: PLC0414 - one of the codes above
+from stepahead.cli.exit_codes import EXIT_FAILURE, EXIT_USAGE
 from stepahead.client import (
     DeadlineError,
     FieldViolation,
@@ -49,10 +49,6 @@ _OPTION_OF_PART = {
 }
 # Parts of a request that hold options.
 _PARTS_WITH_OPTIONS = ("sampling", "stopping", "logprobs", "constraint", "scheduling")
-
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_UNAVAILABLE = 3
 
 
 class StackError(Exception):

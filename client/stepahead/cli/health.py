@@ -3,7 +3,7 @@
 import click
 import grpc
 
-from stepahead.cli.failures import EXIT_UNAVAILABLE
+from stepahead.cli.exit_codes import EXIT_UNAVAILABLE
 from stepahead.cli.options import CONTEXT_SETTINGS, Seconds, address_option
 from stepahead.client.channel import open_channel
 

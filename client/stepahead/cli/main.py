@@ -7,8 +7,8 @@ import click
 from rich.console import Console
 from typing_extensions import override
 
+from stepahead.cli.exit_codes import EXIT_INTERRUPTED
 from stepahead.cli.failures import (
-    EXIT_INTERRUPTED,
     StackError,
     StackInterrupted,
     describe,
