@@ -109,6 +109,20 @@ def test_a_matrix_that_fits_no_code_stays_plain(isa, kind):
     assert np.array_equal(*(logits_of(step, (1, 13)).view(np.uint32) for step in (coded, plain)))
 
 
+@pytest.mark.parametrize("kind", [TensorKind.KEY, TensorKind.OUTPUT, TensorKind.DOWN])
+@pytest.mark.parametrize("isa", CODING)
+def test_padding_stays_zero_where_coding_stops_half_way(isa, kind):
+    """Most weights share a high byte: what padding would decode to if the coding of a vector just stopped."""
+    shape = shape_of(hidden_size=46, intermediate_size=96, head_dim=46 if kind == TensorKind.KEY else 32)
+    weights = random_weights(shape, biases=False, qk_norm=False)
+    rng = np.random.default_rng(9)
+    array = weights[kind, 0]
+    array[:] = 0.5
+    few = rng.choice(array.size, array.size // 12, replace=False)
+    array.reshape(-1)[few] *= np.exp2(-rng.integers(0, 60, len(few))).astype(np.float32)
+    both(shape, weights, isa)
+
+
 @pytest.mark.parametrize("isa", CODING)
 def test_a_tensor_set_again_leaves_no_patch_behind(isa):
     shape = shape_of(hidden_size=64)

@@ -101,8 +101,12 @@ static int code_panel(const PackJob& job, int64_t panel, char* vector_memory) {
     memset(vector_memory, 0, matrix.num_inputs * width * sizeof(uint16_t));
     copy_columns<uint16_t>(job, first, width, vector_memory);
     const auto* weights = reinterpret_cast<const uint16_t*>(vector_memory);
-    if (!code_vector(matrix.weights + panel * matrix.panel_bytes, matrix.num_inputs, vector, weights))
-      return NOT_CODABLE;
+    char* memory = matrix.weights + panel * matrix.panel_bytes;
+    if (code_vector(memory, matrix.num_inputs, vector, weights)) continue;
+    // Half a code would decode to weights of padding that are not zero, and nobody writes those again.
+    memset(vector_memory, 0, matrix.num_inputs * width * sizeof(uint16_t));
+    code_vector(memory, matrix.num_inputs, vector, weights);
+    return NOT_CODABLE;
   }
   return 0;
 }
