@@ -264,3 +264,21 @@ def test_cells_must_be_whole_numbers():
     step = make({"isa": SETS[0]})
     with pytest.raises(ValueError, match="token_ids must be int64"):
         step.chain(Cells(np.zeros(8, np.int32), np.zeros(8, np.int64)))
+
+
+def test_a_closed_model_is_named_and_not_touched():
+    if not SETS:
+        pytest.skip("nothing can be compiled here")
+    step = make({"isa": SETS[0]})
+    chain = step.chain(new_cells())
+    first, second = plan(chain, [0], [0], [[7]]), plan(chain, [0], [1], [[LAST_SAMPLE]])
+    assert chain.start(first)
+    step.close()  # what was started has ended then
+    assert chain.wait(first)
+    for use in (
+        lambda: plan(chain, [0], [0], [[7]]),
+        lambda: chain.start(second),
+        lambda: chain.follow(first, second),
+    ):
+        with pytest.raises(ValueError, match="the step is closed"):
+            use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -152,6 +153,21 @@ async def test_after_a_cancel_nothing_is_written(in_a_write: bool) -> None:
     world.tell(2)
     await turn()
     assert world.call.written == written
+
+
+async def test_a_write_that_fails_behind_a_cancel_is_no_error_of_the_loop() -> None:
+    """The client is gone in the middle of a write: common, and nothing that a log should name."""
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context["message"]))
+    world = World()
+    task = await world.start()
+    world.tell(1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    world.call.pending.pop().set_exception(RuntimeError("the call is dead"))
+    await turn()
+    gc.collect()
+    assert errors == []
 
 
 async def test_a_silent_stream_says_that_it_lives() -> None:

@@ -101,10 +101,14 @@ class EventStream:
         if live.error is not None:
             raise live.error
 
-    def _go_on(self, _waited_for: object = None) -> None:
+    def _go_on(self, waited_for: asyncio.Future[Any] | None = None) -> None:
         """Runs the coroutine to its next wait."""
         if self._ended.done():
-            return  # the call is over, and what it waited for comes late
+            # The call is over, and what it waited for comes late. A task would have cancelled it; here a write to a
+            # client that is gone may still fail, and an error that nobody looks at is logged as one.
+            if waited_for is not None and not waited_for.cancelled():
+                waited_for.exception()
+            return
         self._is_waiting = False
         assert self._coroutine is not None
         try:

@@ -264,7 +264,7 @@ class DecoderStep:
         Raises:
             ValueError: an array is not int64 or not contiguous.
         """
-        return StepChain(self, self._model, cells)
+        return StepChain(self._check_open, self._model, cells)
 
     def draw(self, logits: NDArray[np.float32], draws: DrawColumns) -> NDArray[np.int64]:
         """Draws tokens on the step's threads: `reference.sampling`, steps 7a to 7e.

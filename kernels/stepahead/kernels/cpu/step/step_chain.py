@@ -20,6 +20,8 @@ from stepahead.kernels.cpu.step.library import ChainedStep, StepState
 from stepahead.kernels.cpu.step.step_inputs import AllocatedModel, StepInputs, StepOutputs, step_inputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from stepahead.kernels.ops import StepLayout
@@ -96,18 +98,18 @@ class StepChain:
     """Runs the steps of one `DecoderStep`. `plan` and `follow` are one thread's, `start` and `wait` another one's.
 
     Args:
-        owner: of the model, which it frees when nobody refers to it any more.
+        check_open: raises ValueError once the model is freed, and keeps it from being freed unasked.
         model: that runs the steps.
         cells: of all slots.
     """
 
-    def __init__(self, owner: object, model: AllocatedModel, cells: Cells) -> None:
+    def __init__(self, check_open: Callable[[], None], model: AllocatedModel, cells: Cells) -> None:
         for name, column in (("token_ids", cells.token_ids), ("positions", cells.positions)):
             if column.dtype != np.int64 or column.shape != (len(cells.positions),) or not column.flags.c_contiguous:
                 raise ValueError(f"{name} must be int64 [num_slots], contiguous")
         self._library, self._handle = model.library, model.handle
         self._model = model
-        self._owner = owner
+        self._check_open = check_open
         self._cells = cells
         self._kept: list[PlannedStep] = []  # the library may still look at them
 
@@ -131,8 +133,10 @@ class StepChain:
                 its largest logit and writes its cell, unless that logit is not finite.
 
         Raises:
-            ValueError: an array has another shape than the layout says, or an entry is out of range.
+            ValueError: an array has another shape than the layout says, an entry is out of range, or the model is
+                closed.
         """
+        self._check_open()
         num_rows, num_slots = len(layout.seq_lens), len(self._cells.positions)
         for name, column, count, end in (
             ("slots", columns.slots, num_rows, num_slots),
@@ -151,7 +155,12 @@ class StepChain:
         return planned
 
     def follow(self, before: PlannedStep, planned: PlannedStep) -> bool:
-        """Has `planned` begin when `before` ends; False: too late, or `before` is not greedy."""
+        """Has `planned` begin when `before` ends; False: too late, or `before` is not greedy.
+
+        Raises:
+            ValueError: the model is closed.
+        """
+        self._check_open()
         return bool(self._library.step_follow(self._handle, ctypes.byref(before.raw), ctypes.byref(planned.raw)))
 
     def start(self, planned: PlannedStep) -> bool:
@@ -159,7 +168,11 @@ class StepChain:
 
         Returns:
             False if a cell that it feeds from holds nothing for its position: it never runs.
+
+        Raises:
+            ValueError: the model is closed.
         """
+        self._check_open()
         started = bool(self._library.step_start(self._handle, ctypes.byref(planned.raw)))
         planned.abandoned = not started
         return started
