@@ -210,6 +210,19 @@ async def test_streams_of_their_own_pick_their_tokens_when_they_have_a_turn() ->
     assert world.told[3] == world.made[3]
 
 
+async def test_k8_a_stream_that_failed_in_the_turn_of_the_first_columns_has_no_token_more() -> None:
+    """A row's mask fails before the turn's tokens are looked at: its end stands, whatever was sampled behind it."""
+    world = await stream_crowd(2)
+    choice, keys = world.book.choices[RequestKey(1)], world.keys[0]
+    delivered = list(world.made[1])
+    world.book.fail(choice.live, RequestCancelled("no token is allowed"))
+    world.book.fan_out(LaneId(0), CommitOutcome(StepId(9), keys=keys, token_ids=[8, 9]), {})
+    world.read(1)
+    assert choice.log.token_ids == world.told[1] == delivered
+    world.read(2)
+    assert world.told[2][-1] == 9
+
+
 async def test_a_stream_that_nobody_reads_lacks_few_columns() -> None:
     world = await stream_crowd(2)
     log = world.book.choices[RequestKey(1)].log

@@ -113,7 +113,8 @@ def _is_stream(choice: Choice) -> bool:
     """Whether all that a step means to a row is a token more."""
     accepted = choice.live.accepted
     return (
-        choice.log.steady is None
+        choice.finished is None  # an error may have ended it in this very turn
+        and choice.log.steady is None
         and choice.live.has_spoken
         and not accepted.stop_strings  # scanned at commit
         and accepted.sampling.logprobs_top_k is None
