@@ -1,7 +1,8 @@
 // The C ABI of the CPU step library: what `library.py` declares again in ctypes. Plain C types only.
 //
 // Every function expects checked arguments (`decoder_step.py` checks them) and is called by one thread at a time per
-// model. Functions that return int return 0, or ERROR_MEMORY where the system gave no memory or no thread.
+// model, but `step_follow`, `step_check` and `step_passed`, which another thread may call meanwhile. Functions that
+// return int return 0, or ERROR_MEMORY where the system gave no memory or no thread.
 #pragma once
 #include <cstdint>
 

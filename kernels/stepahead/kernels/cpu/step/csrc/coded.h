@@ -49,15 +49,21 @@ static inline int64_t coded_panel_bytes(int64_t num_inputs) {
 // Where a word of a step's vector is among the 64 bytes of its pair.
 static inline int64_t coded_byte(int64_t step, int64_t word) { return word / 8 * 16 + step % 2 * 8 + word % 8; }
 
+// A weight of a coded panel, as bits, as if there were no patches.
+static inline uint16_t unpatched_weight(const char* panel, int64_t num_inputs, int64_t position) {
+  const CodedHeader& header = *reinterpret_cast<const CodedHeader*>(panel);
+  const int64_t step = position / 64, vector = position / 32 % 2, byte = coded_byte(step, position % 32);
+  const uint8_t* pair = reinterpret_cast<const uint8_t*>(panel) + coded_header_bytes(num_inputs) + step / 2 * PAIR_BYTES;
+  const int code = pair[128 + byte] >> 4 * vector & 15;
+  return static_cast<uint16_t>(header.high_bytes[vector][code] << 8 | pair[64 * vector + byte]);
+}
+
 // A weight of a coded panel, as bits.
 static inline uint16_t coded_weight(const char* panel, int64_t num_inputs, int64_t position) {
   const CodedHeader& header = *reinterpret_cast<const CodedHeader*>(panel);
   for (uint32_t i = 0; i < header.num_patches; i++)
     if (header.patches[i].position == position) return header.patches[i].weight;
-  const int64_t step = position / 64, vector = position / 32 % 2, byte = coded_byte(step, position % 32);
-  const uint8_t* pair = reinterpret_cast<const uint8_t*>(panel) + coded_header_bytes(num_inputs) + step / 2 * PAIR_BYTES;
-  const int code = pair[128 + byte] >> 4 * vector & 15;
-  return static_cast<uint16_t>(header.high_bytes[vector][code] << 8 | pair[64 * vector + byte]);
+  return unpatched_weight(panel, num_inputs, position);
 }
 
 }  // namespace step

@@ -144,10 +144,14 @@ static int make_plain(Model& m, Linear& matrix) {
   const int64_t panel_weights = matrix.num_inputs * m.panel_columns, panel_bytes = panel_weights * sizeof(uint16_t);
   char* plain = allocate(m, matrix.num_panels * panel_bytes + 4096);
   if (!plain) return ERROR_MEMORY;
-  auto* out = reinterpret_cast<uint16_t*>(plain);
-  for (int64_t panel = 0; panel < matrix.num_panels; panel++)
+  for (int64_t panel = 0; panel < matrix.num_panels; panel++) {
+    auto* out = reinterpret_cast<uint16_t*>(plain + panel * panel_bytes);
+    const char* coded = matrix.weights + panel * matrix.panel_bytes;
     for (int64_t position = 0; position < panel_weights; position++)
-      *out++ = coded_weight(matrix.weights + panel * matrix.panel_bytes, matrix.num_inputs, position);
+      out[position] = unpatched_weight(coded, matrix.num_inputs, position);
+    const CodedHeader& header = *reinterpret_cast<const CodedHeader*>(coded);
+    for (uint32_t i = 0; i < header.num_patches; i++) out[header.patches[i].position] = header.patches[i].weight;
+  }
   const int64_t old_bytes = matrix.num_panels * matrix.panel_bytes;
   const intptr_t begin = round_up(reinterpret_cast<intptr_t>(matrix.weights), 4096);
   const intptr_t end = (reinterpret_cast<intptr_t>(matrix.weights) + old_bytes) & ~intptr_t(4095);
