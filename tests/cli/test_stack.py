@@ -226,6 +226,51 @@ async def test_a_stop_while_a_worker_is_away_is_in_order(services: Services):
     assert services.ends() == ["scheduler SIGTERM"]
 
 
+async def test_a_worker_that_dies_in_a_drain_is_started_again(services: Services):
+    """Accepted requests may finish, so whoever computes them must be there."""
+
+    async def body(ready: StackReady) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    async def kill_then_end() -> None:
+        await services.until("scheduler SIGTERM")
+        os.kill(services.worker_pids()[0], signal.SIGKILL)
+        await services.until_seen("back: worker")
+        scheduler = re.findall(r"^scheduler started (\d+) ", services.journal.read_text(), re.MULTILINE)
+        os.kill(int(scheduler[0]), signal.SIGTERM)  # its requests have finished
+
+    killer = asyncio.create_task(kill_then_end())
+    restart = RestartPolicy(first_delay_s=0.01)
+    with pytest.raises(StackInterrupted) as caught:
+        await run_stack(services.stack(scheduler="drains", restart=restart), body)
+    await killer
+    assert (caught.value.killed, caught.value.served) == (False, True)
+    assert len(services.worker_pids()) == 2
+    assert services.ends()[-1] == "worker SIGTERM"
+
+
+async def test_a_drain_that_lost_its_last_worker_ends_and_says_why(services: Services):
+    async def body(ready: StackReady) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    async def lose() -> None:
+        await services.until("scheduler SIGTERM")
+        with services.journal.open("a") as file:
+            file.write("FAIL\n")
+        os.kill(services.worker_pids()[0], signal.SIGKILL)
+
+    loser = asyncio.create_task(lose())
+    restart = RestartPolicy(most=1, first_delay_s=0.01)
+    stack = services.stack(worker="fade", scheduler="drains", restart=restart, drain_timeout=3600.0)
+    with pytest.raises(StackError, match="no such model; it was started again 1 times"):
+        await run_stack(stack, body)
+    await loser
+    assert services.view.seen[-1].startswith("failed: worker exited with code 3")
+    assert [line for line in services.ends() if line.startswith("scheduler")] == ["scheduler SIGTERM"] * 2
+
+
 def test_restarts_back_off_and_count_anew_after_a_steady_time():
     restarts = Restarts(RestartPolicy(most=5, steady_s=60, first_delay_s=1, most_delay_s=4))
     assert [restarts.delay_after(served_s=59) for _ in range(6)] == [1, 2, 4, 4, 4, None]

@@ -105,7 +105,8 @@ async def test_a_drain_that_takes_too_long_cancels_what_is_left(tmp_path: Path) 
             scheduler.send_signal(signal.SIGINT)
             await fold(call, answer)
             assert (answer.code, answer.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-            assert await scheduler.wait() == 0
+            assert await scheduler.wait() == 1
+    assert "1 request(s) did not finish in time" in (tmp_path / "scheduler.log").read_text()
 
 
 @pytest.mark.parametrize("has_worker", [True, False])

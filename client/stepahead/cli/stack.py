@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from stepahead.cli.announcements import Failed, Listening, Progress, Ready, Refused
 from stepahead.cli.child import Child
-from stepahead.cli.failures import StackError, StackInterrupted, describe_exit
+from stepahead.cli.failures import StackError, StackInterrupted
 from stepahead.cli.restarts import RestartPolicy, Restarts
 from stepahead.cli.stack_options import StackOptions, num_cores, scheduler_arguments, worker_arguments
 
@@ -183,10 +183,28 @@ class Stack:
         if self._scheduler is not None and self._scheduler.running and not self._is_failed:
             self._view.stopping()
         scheduler = [] if self._scheduler is None else [self._scheduler]
+        keeping = asyncio.create_task(self._keep_for_drain())
         problems = await self._stop_children(scheduler, self._options.drain_timeout + _STOP_GRACE_S)
+        if keeping.done() and (lost := keeping.result()) is not None:
+            problems.append(lost.message)
+        await _cancel([keeping])
         problems += await self._stop_children(self._workers, _STOP_GRACE_S)
         if problems:
             raise StackError("; ".join(problems))
+
+    async def _keep_for_drain(self) -> StackError | None:
+        """Starts workers again that accepted requests wait for. Says why once none is left, and waits no longer."""
+        if self._restart is None or self._is_failed or self._scheduler is None or not self._workers:
+            return None
+        works = [asyncio.create_task(self._keep(index)) for index in range(len(self._workers))]
+        try:
+            errors = await asyncio.gather(*works)
+        finally:
+            await _cancel(works)
+        self._is_failed = True
+        self._view.failed(errors[-1])
+        self._scheduler.send_signal(signal.SIGTERM)  # a second one: what it has cannot finish
+        return errors[-1]
 
     async def stop_after(self, error: Exception) -> None:
         """Says why and stops without waiting for requests. `error` gets a note of what goes wrong meanwhile."""
@@ -259,7 +277,7 @@ class Stack:
         # A child that was still starting has no handler yet and ends by the signal itself.
         if return_code in (0, -signal.SIGTERM, -signal.SIGKILL):
             return None
-        return f"{child.name} {describe_exit(return_code)} while stopping"
+        return f"{(await child.death()).message} while stopping"
 
 
 async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -> _T:

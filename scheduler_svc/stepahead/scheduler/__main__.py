@@ -23,7 +23,7 @@ def main(**values: object) -> None:
     configure_logs(settings.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings))
+            num_cut = runner.run(serve(settings))
     except OSError as error:
         message = f"{error}; choose another --listen or stop the other server"
         if settings.announce_fd is not None:
@@ -31,6 +31,7 @@ def main(**values: object) -> None:
             os.write(settings.announce_fd, line.encode())
         click.echo(f"error: {message}", err=True)
         sys.exit(1)
+    sys.exit(1 if num_cut else 0)
 
 
 if __name__ == "__main__":

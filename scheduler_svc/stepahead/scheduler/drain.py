@@ -33,10 +33,15 @@ class Drainer:
         self._in_haste = False
         front_end.engine.book.on_idle = self._over.set
 
-    async def stop(self, timeout_s: float) -> None:
-        """The drain before the process ends; nothing takes it back."""
+    async def stop(self, timeout_s: float) -> int:
+        """The drain before the process ends; nothing takes it back.
+
+        Returns:
+            Requests that did not finish in time; none if nobody waited for them (`hurry`).
+        """
         self._is_final = True
-        await self.drain(timeout_s)
+        result = await self.drain(timeout_s)
+        return 0 if self._in_haste else result.num_cancelled
 
     def hurry(self) -> None:
         """Waits no longer, now and from now on: what is left is cancelled, and told so."""

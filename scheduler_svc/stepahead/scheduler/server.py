@@ -95,8 +95,12 @@ class Server:
         log.info("listening", address=self.address, workers=list(self.settings.workers))
         self.cluster.start()
 
-    async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains and stops. A second one ends the drain."""
+    async def run(self) -> int:
+        """Serves until SIGTERM or SIGINT, then drains and stops. A second one ends the drain.
+
+        Returns:
+            Requests that did not finish within the drain.
+        """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -111,17 +115,25 @@ class Server:
         watcher = asyncio.create_task(self._watch_readiness())
         await stop.wait()
         watcher.cancel()
-        await self.stop()
+        num_cut = await self.stop()
+        if num_cut:
+            told = (
+                f"{num_cut} request(s) did not finish in time (--drain-timeout {self.settings.drain_timeout_s:g})"
+            )
+            log.warning("drain_cut_short", message=told)
+            self._announce({"event": "failed", "message": told})
+        return num_cut
 
-    async def stop(self) -> None:
-        """Health first, then drain, then the sessions, then the listener."""
+    async def stop(self) -> int:
+        """Health first, then drain, then the sessions, then the listener. Returns requests that did not finish."""
         self.front_end.draining = True
         await self._publish_health()
-        await self.drainer.stop(self.settings.drain_timeout_s)
+        num_cut = await self.drainer.stop(self.settings.drain_timeout_s)
         await self.cluster.stop()
         self.engine.close()
         await self._grpc.stop(grace=1.0)
         log.info("stopped")
+        return num_cut
 
     # -------------------------------------------------------------------------------------------- health
 
@@ -168,12 +180,15 @@ def _calm_collector() -> None:
     gc.set_threshold(2_000, 50, 1_000)
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings) -> int:
     """Runs a scheduler until it is told to stop.
+
+    Returns:
+        Requests that did not finish within the drain.
 
     Raises:
         OSError: the address cannot be bound.
     """
     server = Server(settings, asyncio.get_running_loop())
     await server.start()
-    await server.run()
+    return await server.run()
