@@ -5,12 +5,14 @@ import json
 import subprocess
 import sys
 import zipfile
+from contextlib import closing
 
 import pytest
 import tokenizers
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.bundle import BundleFields, write_bundle
+from stepahead.worker.model.checkpoint import open_checkpoint
 from stepahead.worker.model.registry import make_runner
 from stepahead.worker.model.tokenizer_bundle import split_digits
 from tests.worker_model.gguf_files import write_gguf
@@ -56,6 +58,11 @@ def directory(tiny, tmp_path):
 
 
 def bundle_of(path):
+    with closing(open_checkpoint(str(path))) as checkpoint:
+        return checkpoint.tokenizer_bundle()
+
+
+def loaded_bundle(path):
     return make_runner(str(path), threads=1).load(lambda *call: None).tokenizer_bundle
 
 
@@ -87,7 +94,7 @@ def test_no_template_no_member(directory):
 
 def test_bytes_are_deterministic(directory):
     path = directory(template=TEMPLATE)
-    assert bundle_of(path) == bundle_of(path)
+    assert bundle_of(path) == bundle_of(path) == loaded_bundle(path)
     fields = BundleFields(eos_token_ids=(1,))
     assert write_bundle("{}", fields, "x") == write_bundle("{}", fields, "x")
 
@@ -96,8 +103,28 @@ def test_broken_tokenizer_is_a_model_error(directory):
     path = directory()
     (path / "tokenizer.json").write_text("{}")
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "NoSuchTokenizer"}))
-    with pytest.raises(ModelError, match="tokenizer of"):
+    with pytest.raises(ModelError, match="tokenizer of") as own:
         bundle_of(path)
+    with pytest.raises(ModelError, match="tokenizer of") as loaded:
+        loaded_bundle(path)
+    assert str(loaded.value) == str(own.value)
+
+
+def test_a_tokenizer_is_read_in_a_process_of_its_own(directory, monkeypatch):
+    """`transformers` would stay in the worker's memory; one that fails is told, none is started in vain."""
+    path = directory()
+    code = (
+        "import sys; from stepahead.worker.model.registry import make_runner; "
+        "bundle = make_runner(sys.argv[1], threads=1).load(lambda *call: None).tokenizer_bundle; "
+        "sys.exit(not bundle or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 0
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ModelError, match=r"the process that reads the tokenizer of .* ended with 1"):
+        loaded_bundle(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (path / file).unlink()
+    assert loaded_bundle(path) == b""
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ SPEC_FORMS = (
     "llama-tiny)"
 )
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 
@@ -36,8 +37,18 @@ class Checkpoint(Protocol):
         """The tensors."""
         ...
 
+    @property
+    def path(self) -> Path:
+        """The directory or the file, for `open_checkpoint`."""
+        ...
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer to make a bundle of."""
+        ...
+
     def tokenizer_bundle(self) -> bytes:
-        """Returns the tokenizer bundle, empty where the model has no tokenizer."""
+        """Returns the tokenizer bundle, empty where there is no tokenizer; costs memory, see `bundle_process`."""
         ...
 
     def close(self) -> None:
@@ -53,13 +64,18 @@ class DirectoryCheckpoint:
         self.config = read_config(directory)
         self._files = SafetensorsSource(directory)
         self.weights = FamilySource(self._files, self.config, add_one=self.config.offset_norms)
-        self._directory = directory
+        self.path = directory
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """See `Checkpoint.has_tokenizer`."""
+        return any((self.path / name).exists() for name in _TOKENIZER_FILES)
 
     def tokenizer_bundle(self) -> bytes:
         """See `Checkpoint.tokenizer_bundle`."""
         from stepahead.worker.model.tokenizer_bundle import bundle_from_directory  # noqa: PLC0415 - slow import
 
-        return bundle_from_directory(self._directory)
+        return bundle_from_directory(self.path) if self.has_tokenizer else b""
 
     def close(self) -> None:
         """See `Checkpoint.close`."""

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Protocol
 
+from stepahead.worker.model.bundle_process import make_bundle
 from stepahead.worker.model.checkpoint import Checkpoint
 from stepahead.worker.runner import ModelFacts
 
@@ -42,7 +43,7 @@ def model_facts(checkpoint: Checkpoint, engine: _Loaded, dtype: str, device: str
         weight_bytes=engine.weight_bytes,
         kv_bytes_per_token=engine.kv_bytes_per_token,
         device=device,
-        tokenizer_bundle=checkpoint.tokenizer_bundle(),
+        tokenizer_bundle=make_bundle(checkpoint),
     )
 
 

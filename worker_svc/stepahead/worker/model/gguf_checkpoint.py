@@ -202,7 +202,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         """Takes the model's only file or its first; the others lie beside it."""
         self.name = model_name(path)
-        self._path = path
+        self.path = path
         files = {file: _read(file) for file in part_files(path)}
         check_parts(list(files), list(files.values()))
         self.metadata = GgufMetadata(*files.values())
@@ -213,14 +213,19 @@ class GgufCheckpoint:
         # Gemma's norm weights: the converter has added the 1.
         self.weights = FamilySource(source, self.config, add_one=False)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """See `Checkpoint.has_tokenizer`."""
+        return self.metadata.get("tokenizer.ggml.model") is not None
+
     def tokenizer_bundle(self) -> bytes:
         """See `Checkpoint.tokenizer_bundle`."""
         from stepahead.worker.model.tokenizer_bundle import bundle_from_gguf  # noqa: PLC0415 - slow import
 
-        if self.metadata.get("tokenizer.ggml.model") is None:
+        if not self.has_tokenizer:
             return b""
         return bundle_from_gguf(
-            self._path,
+            self.path,
             str(self.metadata.get("tokenizer.ggml.pre")),
             self.config,
             self.metadata.generation_defaults(),

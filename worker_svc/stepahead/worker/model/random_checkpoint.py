@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -96,6 +98,16 @@ class RandomCheckpoint:
         self.name = spec
         self.config = parse_config(fields, {})
         self.weights = RandomWeights(self.config)
+
+    @property
+    def path(self) -> Path:
+        """See `Checkpoint.path`: nothing on disk."""
+        return Path(os.devnull)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """See `Checkpoint.has_tokenizer`."""
+        return False
 
     def tokenizer_bundle(self) -> bytes:
         """See `Checkpoint.tokenizer_bundle`: it has none."""

@@ -11,18 +11,15 @@ from stepahead.worker.errors import ModelError
 from stepahead.worker.model.bundle import BundleFields, write_bundle
 from stepahead.worker.model.config import ModelConfig, read_config, read_json
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _DEFAULT_NAMES = ("temperature", "top_p", "top_k")
 
 
 def bundle_from_directory(directory: Path) -> bytes:
-    """Returns the bundle of a Hugging Face directory, empty where it holds no tokenizer.
+    """Returns the bundle of a Hugging Face directory that holds a tokenizer.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
     """
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return b""
     generation = directory / "generation_config.json"
     defaults = generation_defaults(read_json(generation) if generation.exists() else {})
     return _bundle(_load("AutoTokenizer", str(directory), {}), read_config(directory), defaults, None)
