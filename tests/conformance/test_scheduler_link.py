@@ -35,6 +35,8 @@ class Play:
         return asyncio.create_task(self.stack.generate(*arguments, **fields))
 
     async def is_connected(self) -> bool:
+        # The worker has sent SessionOpened; the scheduler may not have read it.
+        await eventually(lambda: bool(self.stack.server.engine.links))
         return (await self.stack.status()).workers[0].connected
 
 

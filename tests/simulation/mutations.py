@@ -529,7 +529,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         _read_histories_without_their_backlog,
         _rules("A1", "A2", "D2", "D4", "D7", "G3", "SimulationFailure", "AssertionError"),
     ),
-    Mutation("C5/G3: resume from the prompt only", _resume_from_the_prompt, _rules("D4", "A5")),
+    Mutation("C5/G3: resume from the prompt only", _resume_from_the_prompt, _rules("D4", "A5", "H5")),
     Mutation(
         "G4: resume before the token in flight",
         _resume_before_the_token_in_flight,
