@@ -7,6 +7,7 @@ import pytest
 from stepahead.scheduler.core import RowFault, StepPlan, WindowPool
 from stepahead.scheduler.core.window_replay import Replay
 from tests.scheduler.core.builders import LANE, Driver, make_lane_config, make_request
+from tests.scheduler.core.test_windows import run_to_the_end
 
 PROMPT = tuple(range(100, 120))
 SIZES = {"block_size": 2, "max_num_batched_tokens": 8, "max_model_len": 64, "replays_windows": True}
@@ -26,21 +27,6 @@ def mixed(window: int = 4, pool: int = 6, layers: int = 1, **options: object) ->
     """As `windowed`, with layers that see everything beside them, and a prefix cache."""
     policy = {"policy": {"prefix_caching": True}}
     return Driver.of(**(windowed_sizes(window, pool, layers) | {"num_blocks": 40} | policy | options))
-
-
-def run_to_the_end(driver: Driver) -> dict[int, list[int]]:
-    """Runs until nothing is left; every sample is 50 + its step. Returns the outputs of each request."""
-    outputs: dict[int, list[int]] = {}
-    while True:
-        while driver.plan() is not None:
-            pass
-        if not driver.books[LANE].steps:
-            assert driver.scheduler.is_idle, "O8: not at rest"
-            return outputs
-        plan, rows = driver.books[LANE].steps[0]
-        outcome = driver.commit(*[50 + plan.step_id for row in rows if row.samples])
-        for key, token in zip(outcome.keys, outcome.token_ids, strict=True):
-            outputs.setdefault(int(key), []).append(token)
 
 
 def run_until(driver: Driver, num_outputs: int) -> None:

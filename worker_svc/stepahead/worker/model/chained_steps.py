@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepahead.kernels.cpu.step.step_chain import PlannedStep, SlotColumns, StepChain
-from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.sampling import GREEDY_BELOW
+from stepahead.worker.model.cells import step_layout
 from stepahead.worker.runner import DeviceTimes, SampleStatus, StepSamples
 
 if TYPE_CHECKING:
@@ -49,18 +49,9 @@ class ChainedSteps:
         ):
             return
         greedy = not gated and is_greedy(batch.sampling)
-        layout = StepLayout(
-            positions=batch.positions,
-            slot_mapping=batch.slot_mapping,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            more_groups=batch.more_groups,
-            floors=batch.floors,
-        )
         planned = self._chain.plan(
             batch.token_ids,
-            layout,
+            step_layout(batch),
             batch.query_start_loc[batch.sample_rows + 1].astype(np.int64) - 1,
             SlotColumns(batch.slots, batch.sample_rows, batch.invalidated_slots),
             logits=None if greedy else self._logits[: len(batch.sample_rows)],

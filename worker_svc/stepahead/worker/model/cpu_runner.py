@@ -24,11 +24,10 @@ from stepahead.kernels.cpu.ops import has_fast_bfloat16
 from stepahead.kernels.cpu.step.decoder_step import MAX_THREADS
 from stepahead.kernels.cpu.step.library import InstructionSet
 from stepahead.kernels.cpu.step.step_chain import PlannedStep
-from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.cache_sizing import refuse_longer
 from stepahead.worker.errors import ModelError
-from stepahead.worker.model.cells import ResolvedStep
+from stepahead.worker.model.cells import ResolvedStep, step_layout
 from stepahead.worker.model.chained_steps import ChainedSteps, greedy_samples, times_of
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
@@ -217,15 +216,7 @@ class CpuRunner(HostRunner):
 
     @override
     def _feed(self, step: ResolvedStep, choice_rows: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> None:
-        layout = StepLayout(
-            positions=step.positions,
-            slot_mapping=step.slot_mapping,
-            query_start_loc=step.query_start_loc,
-            seq_lens=step.seq_lens,
-            block_tables=step.block_tables,
-            more_groups=step.more_groups,
-            floors=step.floors,
-        )
+        layout = step_layout(step)
         last_tokens = step.query_start_loc[choice_rows + 1].astype(np.int64) - 1
         if not len(prompt_tokens):
             self._logits = self._model[1].forward(step.token_ids, layout, last_tokens)

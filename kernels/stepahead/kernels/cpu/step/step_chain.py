@@ -88,11 +88,6 @@ class PlannedStep:
         """On the monotonic clock, nanoseconds; 0 before it has ended."""
         return self.raw.ended_ns
 
-    @property
-    def is_followed(self) -> bool:
-        """Once it has ended: whether another step began at that moment."""
-        return self.raw.next is not None
-
 
 class StepChain:
     """Runs the steps of one `DecoderStep`. `plan` and `follow` are one thread's, `start` and `wait` another one's.
