@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepahead.kernels.block_tables import GroupLayout
-from stepahead.kernels.ops import StepLayout
 from stepahead.worker.runner import LAST_SAMPLE, NO_POSITION, StepBatch
 
 
@@ -27,19 +26,6 @@ class ResolvedStep:
     more_groups: tuple[GroupLayout, ...] = ()
     """Of the KV groups 1 and up; `slot_mapping`, `block_tables` and `floors` are group 0's."""
     floors: NDArray[np.int32] | None = None  # [num_kept_rows], see `StepLayout.floors`
-
-
-def step_layout(step: StepBatch | ResolvedStep) -> StepLayout:
-    """Returns where a step's tokens go, for the kernels."""
-    return StepLayout(
-        positions=step.positions,
-        slot_mapping=step.slot_mapping,
-        query_start_loc=step.query_start_loc,
-        seq_lens=step.seq_lens,
-        block_tables=step.block_tables,
-        more_groups=step.more_groups,
-        floors=step.floors,
-    )
 
 
 class SlotCells:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepahead.kernels.cpu.step.step_chain import PlannedStep, SlotColumns, StepChain
+from stepahead.kernels.ops import StepLayout
 from stepahead.kernels.reference.sampling import GREEDY_BELOW
-from stepahead.worker.model.cells import step_layout
 from stepahead.worker.runner import DeviceTimes, SampleStatus, StepSamples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from stepahead.worker.model.cells import ResolvedStep
     from stepahead.worker.runner import SamplingColumns, StepBatch
 
 _OK, _NON_FINITE = int(SampleStatus.OK), int(SampleStatus.NON_FINITE)
@@ -74,6 +75,19 @@ class ChainedSteps:
         if planned is None or not (attached or self._chain.start(planned)) or not self._chain.wait(planned):
             return None
         return planned
+
+
+def step_layout(step: StepBatch | ResolvedStep) -> StepLayout:
+    """Returns where a step's tokens go, for the kernels."""
+    return StepLayout(
+        positions=step.positions,
+        slot_mapping=step.slot_mapping,
+        query_start_loc=step.query_start_loc,
+        seq_lens=step.seq_lens,
+        block_tables=step.block_tables,
+        more_groups=step.more_groups,
+        floors=step.floors,
+    )
 
 
 def is_greedy(sampling: SamplingColumns) -> bool:

@@ -27,8 +27,8 @@ from stepahead.kernels.cpu.step.step_chain import PlannedStep
 from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.cache_sizing import refuse_longer
 from stepahead.worker.errors import ModelError
-from stepahead.worker.model.cells import ResolvedStep, step_layout
-from stepahead.worker.model.chained_steps import ChainedSteps, greedy_samples, times_of
+from stepahead.worker.model.cells import ResolvedStep
+from stepahead.worker.model.chained_steps import ChainedSteps, greedy_samples, step_layout, times_of
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.facts import fingerprint, model_facts
