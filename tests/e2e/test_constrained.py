@@ -252,6 +252,7 @@ async def test_a_killed_worker_takes_no_grammar_along(byte_model: Path, tmp_path
         await eventually(lambda: _num_tokens(stack) > 20)
         await first.kill()
         answers = await running
+        assert [(answer.code.name, answer.message) for answer in answers] == [("OK", "")] * len(messages)
         assert [answer.token_ids for answer in answers] == expected
         assert sum(answer.finished.timings.preemptions for answer in answers if answer.finished) > 0
         assert all(re.fullmatch("[a-z ]{150}", answer.text) for answer in answers)

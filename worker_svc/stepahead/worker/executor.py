@@ -17,7 +17,7 @@ import structlog
 from stepahead.v1 import worker_pb2
 from stepahead.worker import commands, convert, status
 from stepahead.worker.epoch import Epoch
-from stepahead.worker.step import StepTimeout
+from stepahead.worker.step import Step, StepTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,9 @@ class Executor:
     def _next_command(self) -> commands.Command | None:
         """The next command, or None when a deadline of the round has passed."""
         epoch = self._epoch
-        deadlines = [] if epoch is None else [epoch.round.deadline_ns(), self._step_deadline_ns()]
+        deadlines = (
+            [] if epoch is None else [epoch.round.deadline_ns(), self._step_deadline_ns(self._device.running)]
+        )
         deadline_ns = min((deadline for deadline in deadlines if deadline is not None), default=None)
         launched = self._device.oldest_launched
         if deadline_ns is not None:
@@ -192,9 +194,8 @@ class Executor:
             )
         )
 
-    def _step_deadline_ns(self) -> int | None:
+    def _step_deadline_ns(self, step: Step | None) -> int | None:
         """When the running step has used up its device time; None while none is at work."""
-        step = self._device.running
         if step is None or self._device.holds_ends:
             return None
         if step.sample_started_ns:
@@ -203,8 +204,8 @@ class Executor:
         return None if step.forward_ended_ns else step.started_ns + step.max_step_ns
 
     def _check_step_age(self) -> None:
-        deadline_ns = self._step_deadline_ns()
         step = self._device.running
+        deadline_ns = self._step_deadline_ns(step)
         if deadline_ns is not None and step is not None and time.monotonic_ns() > deadline_ns:
             raise StepTimeout(step.step_id, step.max_step_ns)
 

@@ -49,7 +49,7 @@ class LaunchedDevice(StepDevice):
             step.started_ns = instant.at_ns
             # What was told last is the end of the step before.
             step.gap_ns = instant.since_last_ns if self._last_end_ns else 0
-            self._running = step
+            self._running = step  # after its start, as in `StepDevice`
 
         def ended(instant: Instant) -> None:
             step.forward_ended_ns = instant.at_ns

@@ -76,8 +76,8 @@ class StepDevice:
             self._planner.announce(batch, gated=on_forward_end is not None)
 
         def forward() -> None:
-            self._running = step
             step.started_ns = time.monotonic_ns()
+            self._running = step  # after its start: the host thread's watchdog counts from it
             self._runner.forward(batch)
             step.forward_ended_ns = time.monotonic_ns()
             if (times := self._own_times()) is not None:
