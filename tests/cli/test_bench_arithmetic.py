@@ -1,12 +1,15 @@
 """The benchmarks' arithmetic: percentiles, spread, ratios, sums over steps, processes."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
+from stepahead.cli import bench_processes
 from stepahead.cli.bench_frontend import Crowd
 from stepahead.cli.bench_load import LoadShape
 from stepahead.cli.bench_processes import ForeignCpu, cpu_s, machine_busy_s, process_tree, resident_bytes
@@ -96,13 +99,35 @@ def test_a_tree_of_processes_has_its_children_and_ends_with_them():
 
 
 def test_what_others_use_is_a_share_and_not_ours():
-    foreign = ForeignCpu()
+    foreign = ForeignCpu(())
     before = machine_busy_s()
     started = os.times()
     while os.times().user + os.times().system < started.user + started.system + 0.2:
         sum(range(10_000))
     assert machine_busy_s() >= before + 0.15
     assert 0 <= foreign.share() < 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "waits"),
+    [([0.0], 1), ([1.0, 0.7, 0.05, 1.0], 3), ([0.5] * 99, 34)],
+    ids=["at rest", "works on for a while", "never rests"],
+)
+def test_a_run_waits_until_the_others_rest(monkeypatch, cores, waits):
+    """Each look takes 0.3 s; after ten seconds the run begins anyhow."""
+    now_s, used_s, slept = 0.0, {7: 0.0, 8: 0.0}, []
+
+    async def sleep(seconds):
+        nonlocal now_s
+        now_s += seconds
+        used_s[7] += cores[len(slept)] * seconds
+        slept.append(seconds)
+
+    monkeypatch.setattr(bench_processes, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(bench_processes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(bench_processes, "cpu_s", used_s.__getitem__)
+    asyncio.run(bench_processes.until_idle([8, 7]))
+    assert len(slept) == waits
 
 
 def test_cpu_time_grows_with_work():

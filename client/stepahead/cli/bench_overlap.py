@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepahead.cli.bench_load import LoadResult, LoadShape, run_load
+from stepahead.cli.bench_processes import yield_cores
 from stepahead.cli.bench_server import step_figures
 from stepahead.cli.bench_stats import median_of
 from stepahead.cli.local_services import passing_log_dir, require_extras
@@ -68,9 +68,6 @@ def figures(model: str, overlap: str, shape: LoadShape, result: LoadResult) -> O
     )
 
 
-CLIENT_NICENESS = 10
-
-
 async def measure_model(
     options: StackOptions, shapes: Sequence[LoadShape], rounds: int
 ) -> tuple[list[OverlapFigures], int]:
@@ -85,7 +82,7 @@ async def measure_model(
     async def with_both(off: StackReady, on: StackReady) -> None:
         nonlocal num_different
         # The client shares the cores with the servers it measures; it must not take them from them.
-        os.nice(CLIENT_NICENESS)
+        yield_cores()
         addresses = {"off": off.address, "on": on.address}
         for index, shape in enumerate(shapes):
             for address in addresses.values():

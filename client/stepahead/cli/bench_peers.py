@@ -69,6 +69,11 @@ class Peer:
     ) -> None:
         await self._stop()
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """See `System.pids`."""
+        return () if self._process is None else (self._process.pid,)
+
     async def run(self, workload: Workload) -> TimedRun:
         """See `System.run`. Raises StackError if it fails, or makes another number of tokens."""
         process = self._process

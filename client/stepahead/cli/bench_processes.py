@@ -11,6 +11,10 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 INTERVAL_S = 0.1
+IDLE_CORES = 0.1
+"""Fewer cores than this in use: a tree of processes has come to rest."""
+_LOOK_S = 0.3  # some 30 ticks of the kernel's clock
+_REST_WITHIN_S = 10.0
 NICENESS = 10
 """Of a client that shares cores with the servers it measures."""
 
@@ -88,10 +92,33 @@ def _threads_of_ours() -> list[int]:
         return [0]  # no /proc: the process
 
 
-class ForeignCpu:
-    """CPU time of everything but this process and its descendants, from its construction on."""
+async def until_idle(pids: Sequence[int]) -> None:
+    """Waits until trees of processes have come to rest, at most ten seconds, and a moment at least.
 
-    def __init__(self) -> None:
+    An engine may go on looking for work for a second after its last token, on a whole core.
+
+    Args:
+        pids: the roots.
+    """
+    give_up_s = time.monotonic() + _REST_WITHIN_S
+    while True:
+        used_before_s, before_s = sum(map(cpu_s, pids)), time.monotonic()
+        await asyncio.sleep(_LOOK_S)
+        now_s = time.monotonic()
+        if (sum(map(cpu_s, pids)) - used_before_s) / (now_s - before_s) < IDLE_CORES or now_s > give_up_s:
+            return
+
+
+class ForeignCpu:
+    """CPU time of everything but this process and what is measured, from its construction on.
+
+    Args:
+        measured: the roots of what is measured, with their descendants. Another system that is compared, at rest
+            meanwhile, is foreign.
+    """
+
+    def __init__(self, measured: Sequence[int]) -> None:
+        self._measured = tuple(measured)
         self._start = self._now()
 
     def share(self) -> float:
@@ -101,9 +128,8 @@ class ForeignCpu:
         cores_s = (at_s - begun_s) * (os.cpu_count() or 1)
         return min(1.0, max(0.0, foreign_s - foreign_before_s) / cores_s) if cores_s else 0.0
 
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        return time.perf_counter(), machine_busy_s() - cpu_s(os.getpid())
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), machine_busy_s() - time.process_time() - sum(map(cpu_s, self._measured))
 
 
 class ResourceWatch:

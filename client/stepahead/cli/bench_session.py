@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepahead.cli.bench_peers import Peer
-from stepahead.cli.bench_processes import ForeignCpu
+from stepahead.cli.bench_processes import ForeignCpu, until_idle, yield_cores
 from stepahead.cli.bench_roof import MachineSpeed, ModelWork, SpeedProbe, decode_roof_s, work_of
 from stepahead.cli.bench_stats import percentile
 from stepahead.cli.bench_systems import OwnSystem, System, TimedRun
@@ -25,12 +23,7 @@ from stepahead.cli.stack_view import ConsoleView
 from stepahead.client.channel import open_aio_channel
 from stepahead.v1 import generation_pb2, generation_pb2_grpc
 
-CLIENT_NICENESS = 10
-"""The client shares the cores with the servers it measures; it must not take them from them."""
-
 WARM_UP_TOKENS = 16
-_SETTLE_S = 0.3
-"""Between two runs: threads that spin for more work go to sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +151,9 @@ class Session:
                         bar.advance(task)
 
     async def _one(self, system: System, workload: Workload) -> RunFigures:
-        await asyncio.sleep(_SETTLE_S)
+        await until_idle([pid for each in self.systems for pid in each.pids])
         before = None if self._probe is None else await self._probe.measure()
-        foreign = ForeignCpu()
+        foreign = ForeignCpu(system.pids)
         run = await system.run(workload)
         foreign_share = foreign.share()
         speed = before
@@ -208,7 +201,7 @@ async def run_session(
 
     async def body(ready: StackReady | None) -> None:
         async with _open_session(subject, ready, findings.peers) as session:
-            os.nice(CLIENT_NICENESS)  # not before: the peers inherit it
+            yield_cores()  # not before: the peers inherit it
             async for figures in session.measure(cells_of(session.vocab_size), rounds, console):
                 findings.figures.append(figures)
 

@@ -44,6 +44,11 @@ class System(Protocol):
         ...
 
     @property
+    def pids(self) -> Sequence[int]:
+        """Roots of its processes; empty where they are not ours to look at."""
+        ...
+
+    @property
     def open_loop(self) -> bool:
         """Whether requests may come while others run."""
         ...
@@ -67,13 +72,13 @@ class OwnSystem:
 
     def __init__(self, address: str, pids: Sequence[int], *, multiplexed: bool) -> None:
         self._address = address
-        self._pids = tuple(pids)
+        self.pids = tuple(pids)
         self._multiplexed = multiplexed
 
     async def run(self, workload: Workload) -> TimedRun:
         """See `System.run`."""
         before = await workers_of(self._address)
-        async with ResourceWatch(self._pids) as used:
+        async with ResourceWatch(self.pids) as used:
             done = await drive(self._address, workload.requests(), multiplexed=self._multiplexed)
         steps = await watched_steps(self._address, before)
         return TimedRun(
