@@ -15,9 +15,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stepahead.v1 import worker_pb2, worker_pb2_grpc
 from tests.conformance.double import TIMEOUT_S, Scheduler
+from tests.e2e.processes import children, is_running
+from tests.e2e.stack import eventually
 from tests.worker.plans import plan, start
 
 pytestmark = pytest.mark.e2e
@@ -29,6 +32,8 @@ from tests.worker import fakes
 worker._make_runner = lambda settings, place: eval(settings.model, vars(fakes))
 worker.main()
 """
+PATIENT_MAIN = "import stepahead.worker.server as server\nserver.CLOSE_TIMEOUT_S = 3600.0\n" + MAIN
+"""Ends only if nothing is waited for."""
 
 
 class WorkerProcess:
@@ -55,12 +60,12 @@ class WorkerProcess:
 
 @asynccontextmanager
 async def worker_process(
-    model: str, *flags: str, env: dict[str, str] | None = None
+    model: str, *flags: str, env: dict[str, str] | None = None, main: str = MAIN
 ) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is a Python expression over the fakes, e.g. `BrokenRunner(2)`."""
     read_fd, write_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", MAIN,
+        sys.executable, "-c", main,
         "--model", model, "--listen", "127.0.0.1:0", "--announce-fd", str(write_fd), *flags,
         pass_fds=[write_fd], stderr=PIPE, env=os.environ | (env or {}),
     )  # fmt: skip
@@ -141,11 +146,26 @@ async def test_a_hung_device_ends_the_process_all_the_same() -> None:
             assert await worker.exit_code() == 70
 
 
-async def test_sigterm_while_weights_load_ends_with_zero() -> None:
-    async with worker_process("StuckLoad()") as worker:
-        assert (await worker.announcement())["event"] == "listening"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_while_weights_load_ends_it_with_zero_at_once(number: int) -> None:
+    """Neither the thread that loads is waited for, nor a stream that a scheduler has open."""
+    async with worker_process("StuckLoad()", main=PATIENT_MAIN) as worker:
+        address = (await worker.announcement())["address"]
+        async with grpc.aio.insecure_channel(address) as channel:
+            watch: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            worker.process.send_signal(number)
+            assert await worker.exit_code() == 0
+
+
+async def test_what_a_load_has_started_ends_with_it() -> None:
+    async with worker_process("StuckInCompiler()") as worker:
+        await worker.announcements("progress")
+        (compiler,) = children(worker.process.pid)
+        (its_child,) = children(compiler)
         worker.process.send_signal(signal.SIGTERM)
         assert await worker.exit_code() == 0
+        await eventually(lambda: not is_running(compiler) and not is_running(its_child))
 
 
 @pytest.mark.parametrize(

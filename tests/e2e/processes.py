@@ -25,8 +25,9 @@ def free_port() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of a process's children."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Process ids of a process's children, whichever of its threads started them."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for threads_own in lists for child in threads_own.read_text().split()]
 
 
 def is_running(pid: int) -> bool:

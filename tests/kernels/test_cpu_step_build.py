@@ -134,6 +134,14 @@ def test_a_compiler_that_fails_says_why_and_leaves_nothing(fake):
     assert [entry.name for entry in (fake.parent / "cache").iterdir()] == ["lock"]
 
 
+def test_what_a_killed_build_left_is_removed(fake):
+    left = fake.parent / "cache" / "build-killed"
+    left.mkdir(parents=True)
+    (left / "api.o").write_text("half", encoding="utf-8")
+    path = built_library()
+    assert sorted(each.name for each in path.parent.iterdir()) == ["lock", path.name]
+
+
 def test_a_cache_that_cannot_be_written(fake, monkeypatch):
     (fake.parent / "file").touch(mode=stat.S_IRUSR)
     monkeypatch.setenv(CACHE_ENV, str(fake.parent / "file" / "cache"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable
 
@@ -189,6 +190,19 @@ class StuckLoad(FakeRunner):
 
     def load(self, progress: ProgressCallback) -> ModelFacts:
         threading.Event().wait()
+        return super().load(progress)
+
+
+class StuckInCompiler(FakeRunner):
+    """Waits for a process while it loads, which waits for one of its own."""
+
+    def load(self, progress: ProgressCallback) -> ModelFacts:
+        command = ["sh", "-c", "sleep 3600 & echo started; wait"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as compiler:
+            assert compiler.stdout is not None
+            compiler.stdout.readline()
+            progress("weights", 1, 1)
+            compiler.wait()
         return super().load(progress)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -125,6 +126,17 @@ def test_a_tokenizer_is_read_in_a_process_of_its_own(directory, monkeypatch):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (path / file).unlink()
     assert loaded_bundle(path) == b""
+
+
+def test_a_process_whose_bundle_nobody_wants_ends(tmp_path):
+    """Whatever it is doing: here it reads a configuration that never comes."""
+    os.mkfifo(tmp_path / "config.json")
+    read_fd, write_fd = os.pipe()
+    argv = [sys.executable, "-m", "stepahead.worker.model.bundle_process", str(tmp_path), str(write_fd)]
+    with subprocess.Popen(argv, pass_fds=(write_fd,)) as process:
+        os.close(write_fd)
+        os.close(read_fd)
+        assert process.wait(60) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ import logging
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 import structlog
 import uvloop
 
 from stepahead.worker.announce import Announcer
+from stepahead.worker.descendants import kill_descendants
 from stepahead.worker.device_stream import CpuStream
 from stepahead.worker.errors import ModelError, OptionRefused, RankLost
 from stepahead.worker.host_memory import available_memory_bytes
@@ -174,9 +175,10 @@ async def _serve_scheduler(
     exit_code = 0
     try:
         await server.listen()
-        if await _load(server, stopped, lost):
-            _calm_collector()
-            exit_code = await _run(server, stopped, lost)
+        if not await _load(server, stopped, lost):
+            _abandon_load()
+        _calm_collector()
+        exit_code = await _run(server, stopped, lost)
     except (ModelError, RankLost) as error:
         announcer.failed(str(error))
         log.error("worker_failed_to_start", detail=str(error))
@@ -209,6 +211,17 @@ async def _load(server: WorkerServer, stopped: asyncio.Task[bool], lost: asyncio
         return False
     await loading
     return True
+
+
+def _abandon_load() -> NoReturn:
+    """Ends the process with 0, now: nothing was promised to anybody, and a load cannot be told to stop.
+
+    What it has started ends too: other ranks, the process that reads the tokenizer, compilers.
+    """
+    kill_descendants()
+    log.info("worker_closed", loaded=False)
+    logging.shutdown()
+    os._exit(0)
 
 
 async def _run(server: WorkerServer, stopped: asyncio.Task[bool], lost: asyncio.Task[str]) -> int:

@@ -1,20 +1,23 @@
 """Makes a tokenizer bundle in a process of its own: `python -m stepahead.worker.model.bundle_process MODEL FD`.
 
 `transformers` leaves some 90 MiB in the process that imports it, and a worker needs it for this once. The bundle,
-or why there is none, comes through the pipe that FD is.
+or why there is none, comes through the pipe that FD is. It ends with the worker, however that ends.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
+import threading
 from contextlib import closing
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
 
 _REFUSED = 3
+_UNWANTED = 1
 
 
 def make_bundle(checkpoint: Checkpoint) -> bytes:
@@ -42,6 +45,7 @@ def make_bundle(checkpoint: Checkpoint) -> bytes:
 
 def main(model: str, fd: int) -> int:
     """Writes the bundle of a model, or why there is none; returns the exit code."""
+    threading.Thread(target=_end_with_reader, args=(fd,), name="stepahead-lifeline", daemon=True).start()
     with open(fd, "wb") as answer:
         try:
             with closing(open_checkpoint(model)) as checkpoint:
@@ -50,6 +54,14 @@ def main(model: str, fd: int) -> int:
             answer.write(str(error).encode())
             return _REFUSED
     return 0
+
+
+def _end_with_reader(fd: int) -> None:
+    """Ends this process at once when nobody reads the pipe any more. A thread of its own waits."""
+    reader = select.poll()
+    reader.register(fd, 0)  # errors are always told, and a pipe without a reader is one
+    if reader.poll():
+        os._exit(_UNWANTED)
 
 
 if __name__ == "__main__":

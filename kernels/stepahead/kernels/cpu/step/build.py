@@ -40,6 +40,7 @@ _TILE_SOURCE = "isa_amx.cpp"
 _TILE_PROBE = "#include <immintrin.h>\nvoid probe() { _tile_dpbf16ps(0, 1, 2); }\n"
 _EMULATION_FLAG = "-DSTEP_EMULATE_TILES"
 _NOT_EMULATED = ("isa_avx2.cpp", "isa_avx512.cpp")
+_BUILD_PREFIX = "build-"
 
 
 class BuildUnavailable(Exception):
@@ -98,6 +99,7 @@ def _built(name: str) -> Path:
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():  # another process may have built it while this one waited
+                _remove_abandoned(path.parent)
                 _compile(compiler, path, emulate_tiles=name != "step")
     except OSError as error:
         raise BuildUnavailable(f"the cache {path.parent} cannot be written: {error}") from error
@@ -130,6 +132,12 @@ def _digest(compiler_version: str) -> str:
     return digest.hexdigest()[:24]
 
 
+def _remove_abandoned(cache: Path) -> None:
+    """Removes what builds left that were killed. The caller holds the lock: no other build runs."""
+    for directory in cache.glob(f"{_BUILD_PREFIX}*"):
+        shutil.rmtree(directory, ignore_errors=True)  # a compiler of theirs may still write there
+
+
 def _compile(compiler: str, path: Path, *, emulate_tiles: bool) -> None:
     sources = sorted(SOURCE_DIRECTORY.glob("*.cpp"))
     common, flags_of = list(_COMMON_FLAGS), dict(_FLAGS_OF)
@@ -138,7 +146,7 @@ def _compile(compiler: str, path: Path, *, emulate_tiles: bool) -> None:
         common.append(_EMULATION_FLAG)
     elif knows_tiles():
         flags_of[_TILE_SOURCE] += _TILE_FLAGS
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+    with tempfile.TemporaryDirectory(prefix=_BUILD_PREFIX, dir=path.parent) as directory:
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
 
         def compile_one(index: int) -> None:
