@@ -10,6 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from stepahead.scheduler.constraints.compiler import CompiledConstraint
+from stepahead.scheduler.errors import FieldViolation, InvalidRequest
+from stepahead.scheduler.live_request import LiveRequest
+from stepahead.scheduler.worker_link import LinkState
 from stepahead.v1 import generation_pb2, operations_pb2
 from tests.e2e.processes import free_port
 from tests.e2e.stack import Stack, eventually, fold, request, serve_scheduler, serve_worker
@@ -55,6 +59,7 @@ async def test_newcomers_wait_for_the_worker_to_come_back() -> None:
         await waiting(stack, 5)
         status = await stack.status()
         assert (status.state, status.num_running) == (operations_pb2.SCHEDULER_STATE_NOT_READY, 0)
+        assert status.totals.requests_accepted == 5
         async with serve_worker(MODEL, port=port):
             for message, task in zip(messages, answers, strict=False):
                 answer = await task
@@ -73,7 +78,9 @@ async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
         for timeouts in ({"timeout_ms": 20}, queue, {"timeout_ms": 60_000} | queue):
             late = await stack.answer(request([1], 1, **timeouts))
             assert (late.code, late.error_info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-            assert late.error_info.metadata["phase"] == "queue"
+            assert late.error_info.metadata == {"phase": "queue", "output_tokens": "0", "worker": "none"}
+        totals = (await stack.status()).totals
+        assert (totals.requests_accepted, totals.requests_failed) == (3, 3)
     for fields in ({"worker_wait_s": 0.02}, {"lane_wait_s": 0.02}):
         async with without_its_worker(**fields) as (stack, _):
             refused = await stack.generate([1], 1)
@@ -107,3 +114,63 @@ async def test_cancel_and_drain_end_the_wait() -> None:
         await stack.operations.Drain(operations_pb2.DrainRequest())
         refused = await fold(other)
         assert (refused.code, refused.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+async def test_newcomers_are_listed_and_hear_that_they_wait() -> None:
+    """F3, J5: accepted, in phase queue, and found again after a lost connection."""
+    message = request([3, 7], 4, request_id="early", reattach_window_ms=60_000)
+    async with without_its_worker(keepalive_s=0.01) as (stack, port):
+        call: Any = stack.open(message)
+        first = await call.read()
+        assert [event.keepalive.phase for event in first.events] == [generation_pb2.Keepalive.PHASE_QUEUED]
+        (listed,) = (await stack.operations.ListRequests(operations_pb2.ListRequestsRequest())).requests
+        assert (listed.request_id, listed.state, listed.prompt_tokens) == ("early", "waiting", 2)
+        assert (listed.output_tokens, listed.worker_address) == (0, "")
+        call.cancel()  # as a connection that breaks
+        attached: Any = stack.generation.Attach(generation_pb2.AttachRequest(request_id="early"))
+        async with serve_worker(MODEL, port=port):
+            answer = await fold(attached)
+        assert answer.ok, answer
+        assert answer.token_ids == expected(message)
+
+
+async def test_a_newcomer_that_the_core_refuses_ends_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A9: what is too much depends on the worker that comes; the others go on."""
+    async with without_its_worker() as (stack, port):
+        engine = stack.server.engine
+        accept = engine.submit
+
+        def submit(live: LiveRequest, compiled: CompiledConstraint | None = None) -> None:
+            if len(live.accepted.prompt_token_ids) == 9:
+                raise InvalidRequest([FieldViolation("stopping.max_tokens", "too much")])
+            accept(live, compiled)
+
+        monkeypatch.setattr(engine, "submit", submit)
+        greedy = asyncio.create_task(stack.generate([1] * 9, 200))
+        await waiting(stack, 1)
+        modest = asyncio.create_task(stack.generate([1], 2))
+        await waiting(stack, 2)
+        async with serve_worker(MODEL, port=port):
+            refused = await greedy
+            assert (refused.code, refused.token_ids) == (grpc.StatusCode.INVALID_ARGUMENT, [])
+            assert (await modest).ok
+            await stack.assert_quiescent()
+
+
+async def test_a_request_on_a_worker_that_is_away_counts_as_waiting() -> None:
+    """E4: it may still come back with everything it had, but nothing runs meanwhile."""
+    async with AsyncExitStack() as exits:
+        worker = await exits.enter_async_context(serve_worker(MODEL, step_s=0.01))
+        stack = await exits.enter_async_context(serve_scheduler(worker.address))
+        held = stack.open(request([1], 200))
+        await eventually(lambda: stack.server.engine.core.num_running == 1)
+        (link,) = stack.server.engine.links.values()
+        link.state = LinkState.RESUMING
+        status = await stack.status()
+        assert (status.num_running, status.num_waiting) == (0, 1)
+        (listed,) = (await stack.operations.ListRequests(operations_pb2.ListRequestsRequest())).requests
+        assert (listed.state, listed.worker_address) == ("waiting", worker.address)
+        link.state = LinkState.OPEN
+        status = await stack.status()
+        assert (status.num_running, status.num_waiting) == (1, 0)
+        held.cancel()

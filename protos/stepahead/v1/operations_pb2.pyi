@@ -90,9 +90,9 @@ class GetStatusResponse(_message.Message):
     state: Global___SchedulerState.ValueType
     """What the scheduler is doing."""
     num_waiting: _builtins.int
-    """Requests waiting for admission (preempted ones included)."""
+    """Sequences waiting for admission (preempted ones included) or for a worker that is away."""
     num_running: _builtins.int
-    """Sequences that hold a slot and are not ended."""
+    """Sequences that hold a slot of a connected worker and are not ended."""
     overlap_depth: _builtins.int
     """Overlap depth D."""
     uptime_ns: _builtins.int
@@ -448,7 +448,7 @@ class RequestStatus(_message.Message):
     request_id: _builtins.str
     """Public id."""
     state: _builtins.str
-    """"waiting", "running" or "preempted"."""
+    """"waiting" (for admission, or for a worker that is away), "running" or "preempted"."""
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     output_tokens: _builtins.int

@@ -50,15 +50,22 @@ def _core_request(live: LiveRequest, choice: Choice) -> Request:
     )
 
 
-def error_of(finished: Finished) -> ApiError | None:
-    """What the stream ends with; None for a normal end."""
+def deadline_passed(phase: str, num_output_tokens: int, *, has_worker: bool) -> DeadlineExceeded:
+    """What a request ends with whose time is over; `phase` is "queue" or "run"."""
+    tokens = "1 token" if num_output_tokens == 1 else f"{num_output_tokens} tokens"
+    metadata = {"phase": phase, "output_tokens": str(num_output_tokens)}
+    text = f"the deadline passed in phase {phase} after {tokens}"
+    if not has_worker:
+        text, metadata["worker"] = f"{text}: no worker is ready", "none"
+    return DeadlineExceeded(text, metadata=metadata)
+
+
+def error_of(finished: Finished, *, has_worker: bool = True) -> ApiError | None:
+    """What the stream ends with; None for a normal end. `has_worker`: whether any lane is open."""
     if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     if finished.deadline_phase is not None:
-        return DeadlineExceeded(
-            f"the deadline passed in phase {finished.deadline_phase} after {finished.num_output_tokens} tokens",
-            metadata={"phase": finished.deadline_phase, "output_tokens": str(finished.num_output_tokens)},
-        )
+        return deadline_passed(finished.deadline_phase, finished.num_output_tokens, has_worker=has_worker)
     if finished.fault is RowFault.NOTHING_ALLOWED:
         return NothingAllowed(finished.num_output_tokens)
     if finished.fault is not None:

@@ -309,7 +309,7 @@ class Engine:
         for finished in self.core.expire(now_ns()):
             choice = self.book.choices.get(finished.key)
             if choice is not None:  # else it went with another choice of its request
-                self.book.end_choice(choice, finished, error_of(finished))
+                self.book.end_choice(choice, finished, error_of(finished, has_worker=bool(self.links)))
         self._arm_deadline_timer()
         self._plan_open_lanes()
 

@@ -18,7 +18,7 @@ from stepahead.scheduler.constraints.errors import (
     ConstraintUnsupported,
 )
 from stepahead.scheduler.constraints.spec import ConstraintSpec
-from stepahead.scheduler.core import Ordering
+from stepahead.scheduler.core import FinishReason, Ordering
 from stepahead.scheduler.delivery import StreamWriter
 from stepahead.scheduler.engine import Engine
 from stepahead.scheduler.errors import (
@@ -79,7 +79,8 @@ class FrontEnd:
     def draining(self, draining: bool) -> None:
         self._draining = draining
         if draining:
-            self.newcomers.release()
+            for live in self.newcomers.requests:
+                self.newcomers.end(live, _draining())
 
     # -------------------------------------------------------------------------------------------- ways in
 
@@ -97,7 +98,7 @@ class FrontEnd:
             ApiError: whatever is wrong.
         """
         if self.draining:
-            raise Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
+            raise _draining()
         name = (caller.tenant, request.request_id)
         self._accepting[name] += 1
         try:
@@ -126,14 +127,12 @@ class FrontEnd:
         compiled = await self._compile(accepted.constraint) if accepted.constraint is not None else None
         if time_remaining_s is not None:
             accepted = _with_deadline(accepted, time_remaining_s)
-        if not self.engine.links:
-            await self._wait_for_worker(accepted, caller, request.request_id, received_ns)
-        # Tokenizing, compiling and waiting may have let another request with the same id in.
+        # Tokenizing and compiling may have let another request with the same id in.
         known = self._known(caller, accepted.request_id, digest)
         if known is not None:
             return known
         if self.draining:
-            raise Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
+            raise _draining()
         if (caller.tenant, request.request_id) in self._cancelled_early:
             raise RequestCancelled("the request was cancelled before it was accepted")
         make_text = text_maker(accepted, model)
@@ -148,24 +147,14 @@ class FrontEnd:
             tenant=caller.tenant,
             times=RequestTimes(accepted_ns=received_ns),
         )
-        self.engine.submit(live, compiled)
+        if self.engine.links:
+            self.engine.submit(live, compiled)
+        else:
+            self.newcomers.add(live, compiled)
         name = (caller.tenant, accepted.request_id)
         self._forget(name)  # an ended request whose id is used again
         self.live[name] = live
         return live
-
-    async def _wait_for_worker(
-        self, accepted: AcceptedRequest, caller: Caller, request_id: str, received_ns: int
-    ) -> None:
-        """For one that was lost. Whoever drains or cancels meanwhile ends the wait."""
-        limits_ms = [limit for limit in (accepted.timeout_ms, accepted.queue_timeout_ms) if limit is not None]
-        passed_s = (now_ns() - received_ns) / 1e9
-        now_s = asyncio.get_running_loop().time()
-        await self.newcomers.wait_for_worker(
-            (caller.tenant, request_id),
-            accepted.num_choices,
-            deadline_s=now_s - passed_s + min(limits_ms) / 1000 if limits_ms else None,
-        )
 
     async def _compile(self, spec: ConstraintSpec) -> CompiledConstraint:
         """The grammar, before anything is promised: a bad one is the client's error (rule I6)."""
@@ -264,7 +253,7 @@ class FrontEnd:
             self._forget(name)
 
     def _give_up(self, live: LiveRequest) -> None:
-        self.engine.cancel(live)
+        self.end(live)
         name = _name_of(live)
         if self.live.get(name) is live:
             self._forget(name)
@@ -279,13 +268,17 @@ class FrontEnd:
         if len(self._ended) > MAX_REMEMBERED_IDS:
             self._ended.popitem(last=False)
 
+    def end(self, live: LiveRequest) -> None:
+        """Cancels a request, wherever it is. Harmless if it has ended."""
+        if not self.newcomers.end(live, RequestCancelled("the request was cancelled"), FinishReason.CANCELLED):
+            self.engine.cancel(live)
+
     def cancel(self, caller: Caller, request_id: str) -> generation_pb2.CancelOutcome.ValueType:
         """Ends a request of the caller by its public id, and what was kept of it. Idempotent (rule F3)."""
         name = (caller.tenant, request_id)
         live = self.live.get(name)
         if live is None and request_id and name in self._accepting:
             self._cancelled_early.add(name)
-            self.newcomers.release(name)
             return generation_pb2.CANCEL_OUTCOME_CANCELLED
         if live is None:
             known = name in self._ended
@@ -293,12 +286,16 @@ class FrontEnd:
                 generation_pb2.CANCEL_OUTCOME_ALREADY_FINISHED if known else generation_pb2.CANCEL_OUTCOME_NOT_FOUND
             )
         was_over = live.is_over
-        self.engine.cancel(live)
+        self.end(live)
         if not live.subscriptions:
             self._forget(name)
         return (
             generation_pb2.CANCEL_OUTCOME_ALREADY_FINISHED if was_over else generation_pb2.CANCEL_OUTCOME_CANCELLED
         )
+
+
+def _draining() -> Unavailable:
+    return Unavailable("DRAINING", "the server is draining", retry_delay_ms=5000)
 
 
 def _name_of(live: LiveRequest) -> Name:

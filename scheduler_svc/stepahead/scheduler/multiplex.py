@@ -164,7 +164,7 @@ class MultiplexSession:
         for handle in cancel.handles:
             subscription = self._subscriptions.get(handle)
             if subscription is not None:
-                self._front_end.engine.cancel(subscription.live)
+                self._front_end.end(subscription.live)
                 continue
             accepting = self._accepting.pop(handle, None)
             if accepting is not None:  # a long prompt is still being tokenized

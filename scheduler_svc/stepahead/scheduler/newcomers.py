@@ -1,84 +1,100 @@
 """New requests while no worker is there: they wait at the door for one that was lost and may come back.
 
 Accepted requests wait in the core's queue. A newcomer cannot: what it may ask for depends on the sizes of the
-lanes, and there are none. So it waits here, in the order of arrival, and is accepted when a lane opens.
+lanes, and there are none. So it waits here, in the order of arrival, and goes to the core when a lane opens. It may
+then turn out to ask for too much, and ends with that; apart from this a client sees no difference.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
-from stepahead.scheduler.core import QueueFull
+from stepahead.scheduler.constraints.compiler import CompiledConstraint
+from stepahead.scheduler.core import FinishReason, QueueFull
+from stepahead.scheduler.core_bridge import deadline_passed
 from stepahead.scheduler.engine import Engine
-from stepahead.scheduler.errors import DeadlineExceeded, Overloaded, Unavailable
+from stepahead.scheduler.errors import ApiError, Overloaded, Unavailable
+from stepahead.scheduler.live_request import LiveRequest, now_ns
 from stepahead.scheduler.settings import Settings
 
 Name = tuple[str, str]
 """Tenant and public id."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Newcomer:
+    """What a request needs to go on, and what ends its wait."""
+
+    compiled: CompiledConstraint | None
+    timer: asyncio.TimerHandle
+
+
 class Newcomers:
-    """Those who wait for a worker, first come first."""
+    """Those who wait for a worker, first come first.
+
+    How long each may wait is known when it comes: the first lane that opens takes all of them, so that none can see
+    a lane open and be lost again. From then on they wait as any accepted request does.
+    """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine = engine
         self._settings = settings
-        self._waiting: dict[asyncio.Future[bool], tuple[Name, int]] = {}
-        """By what wakes them: who, and how many choices. The result says whether to wait no longer."""
-        engine.on_lane_opened = self._wake
+        self._waiting: dict[LiveRequest, _Newcomer] = {}
+        engine.on_lane_opened = self._submit_all
+
+    @property
+    def requests(self) -> list[LiveRequest]:
+        """Those who wait here, oldest first."""
+        return list(self._waiting)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait here."""
-        return sum(num_choices for _, num_choices in self._waiting.values())
+        return sum(len(live.choices) for live in self._waiting)
 
-    async def wait_for_worker(self, name: Name, num_choices: int, *, deadline_s: float | None) -> None:
-        """Returns when a lane is open, or when the newcomer is released.
+    def add(self, live: LiveRequest, compiled: CompiledConstraint | None) -> None:
+        """Accepts a request while no lane is open; from here on it ends in exactly one terminal message.
 
         Args:
-            name: whose request it is, and its id.
-            num_choices: how many places of the queue it takes.
-            deadline_s: of the request, on the loop's clock; None without one.
+            live: the request.
+            compiled: its constraint, if it has one.
 
         Raises:
             Overloaded: the queue would be full.
-            DeadlineExceeded: no worker came before the request's own deadline.
-            Unavailable: none came for as long as the settings say, or none has come for long.
+            Unavailable: nobody waits (any more), for as long as the settings say.
         """
         engine, loop = self._engine, asyncio.get_running_loop()
-        since_s = loop.time()
-        give_up_s = min(since_s + self._settings.worker_wait_s, engine.no_lane_since_s + self._settings.lane_wait_s)
-        while not engine.links:
-            if loop.time() >= give_up_s:
-                raise Unavailable("NOT_READY", f"no worker is ready; waited {loop.time() - since_s:.3g} s for one")
-            if deadline_s is not None and loop.time() >= deadline_s:
-                text = "the deadline passed in phase queue after 0 tokens: no worker is ready"
-                raise DeadlineExceeded(text, metadata={"phase": "queue", "output_tokens": "0"})
-            num_waiting = self.num_waiting + len(engine.core.waiting)
-            if num_waiting + num_choices > self._settings.max_waiting_requests:
-                raise Overloaded(str(QueueFull(num_waiting)), retry_delay_ms=1000)
-            until_s = give_up_s if deadline_s is None else min(give_up_s, deadline_s)
-            if await self._is_released(name, num_choices, until_s):
-                return
+        now_s = loop.time()
+        until_s = min(now_s + self._settings.worker_wait_s, engine.no_lane_since_s + self._settings.lane_wait_s)
+        if now_s >= until_s:
+            raise Unavailable("NOT_READY", "no worker is ready")
+        num_waiting = self.num_waiting + len(engine.core.waiting)
+        if num_waiting + len(live.choices) > self._settings.max_waiting_requests:
+            raise Overloaded(str(QueueFull(num_waiting)), retry_delay_ms=1000)
+        accepted = live.accepted
+        limits_ms = [limit for limit in (accepted.timeout_ms, accepted.queue_timeout_ms) if limit is not None]
+        error: ApiError = Unavailable("NOT_READY", f"no worker is ready; waited {until_s - now_s:.3g} s for one")
+        if limits_ms:
+            deadline_s = now_s + min(limits_ms) / 1000 - (now_ns() - live.times.accepted_ns) / 1e9
+            if deadline_s < until_s:
+                until_s, error = deadline_s, deadline_passed("queue", 0, has_worker=False)
+        self._waiting[live] = _Newcomer(compiled, loop.call_at(until_s, self.end, live, error))
 
-    async def _is_released(self, name: Name, num_choices: int, until_s: float) -> bool:
-        woken = asyncio.get_running_loop().create_future()
-        self._waiting[woken] = (name, num_choices)
-        try:
-            async with asyncio.timeout_at(until_s):
-                return await woken
-        except TimeoutError:
+    def end(self, live: LiveRequest, error: ApiError, reason: FinishReason = FinishReason.ERROR) -> bool:
+        """Ends a request that waits here with a status now; whether it does wait here."""
+        newcomer = self._waiting.pop(live, None)
+        if newcomer is None:
             return False
-        finally:
-            del self._waiting[woken]
+        newcomer.timer.cancel()
+        self._engine.book.end_newcomer(live, error, reason)
+        return True
 
-    def _wake(self) -> None:
-        for woken in self._waiting:
-            if not woken.done():
-                woken.set_result(False)
-
-    def release(self, name: Name | None = None) -> None:
-        """Lets newcomers of this name, or all, wait no longer: whoever waits looks why."""
-        for woken, (each, _) in self._waiting.items():
-            if name in (None, each) and not woken.done():
-                woken.set_result(True)
+    def _submit_all(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for live, newcomer in waiting.items():
+            newcomer.timer.cancel()
+            try:
+                self._engine.submit(live, newcomer.compiled)
+            except ApiError as error:
+                self._engine.book.end_newcomer(live, error)

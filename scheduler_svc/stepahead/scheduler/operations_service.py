@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import islice
+from itertools import chain, islice
 from typing import cast
 
 import grpc
@@ -46,16 +46,21 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         core = front_end.engine.core
         totals = front_end.engine.book.totals
         cluster = front_end.cluster
+        num_stranded = sum(
+            core.lanes[link.lane_id].num_running
+            for link in front_end.engine.links.values()
+            if link.state is not LinkState.OPEN
+        )
         return operations_pb2.GetStatusResponse(
             version=package_version(),
             scheduler_instance_id=cluster.instance_id,
             model=cluster.model.name if cluster.model else "",
             state=self._state(),
-            num_waiting=len(core.waiting) + front_end.newcomers.num_waiting,
-            num_running=core.num_running,
+            num_waiting=len(core.waiting) + front_end.newcomers.num_waiting + num_stranded,
+            num_running=core.num_running - num_stranded,
             workers=[self._worker(link) for link in cluster.links],
             totals=operations_pb2.Totals(
-                requests_accepted=totals["accepted"],
+                requests_accepted=totals["accepted"] + len(front_end.newcomers.requests),
                 requests_finished=totals["finished"],
                 requests_cancelled=totals["cancelled"],
                 requests_failed=totals["failed"],
@@ -131,7 +136,8 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         page_size = request.page_size or 100
         after = int(request.page_token or 0)
         # Keys grow with acceptance, so the last key of a page is where the next one begins.
-        newer = (live for live in self._front_end.engine.book.requests.values() if live.key > after)
+        requests = chain(self._front_end.engine.book.requests.values(), self._front_end.newcomers.requests)
+        newer = (live for live in requests if live.key > after)
         page = list(islice(newer, page_size + 1))
         more = len(page) > page_size
         return operations_pb2.ListRequestsResponse(
@@ -141,15 +147,20 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
 
     def _request(self, live: LiveRequest) -> operations_pb2.RequestStatus:
         core = self._front_end.engine.core
-        sequences = [core.sequences[choice.key] for choice in live.choices if choice.finished is None]
+        keys = [choice.key for choice in live.choices if choice.finished is None]
+        # Newcomers while there is no worker are unknown to the core.
+        sequences = [core.sequences[key] for key in keys if key in core.sequences]
         # Of several choices the one that is furthest speaks for the request.
-        sequence = min(sequences, key=lambda sequence: _STATES.index(sequence.status))
-        stay = sequence.stay
+        sequence = min(sequences, key=lambda sequence: _STATES.index(sequence.status), default=None)
+        state = RequestStatus.WAITING if sequence is None else sequence.status
+        stay = None if sequence is None else sequence.stay
         link = self._front_end.engine.links.get(stay.lane_id) if stay is not None else None
+        if link is not None and link.state is not LinkState.OPEN:
+            state = RequestStatus.WAITING
         return operations_pb2.RequestStatus(
             request_id=live.accepted.request_id,
-            state=sequence.status.value,
-            prompt_tokens=sequence.num_prompt_tokens,
+            state=state.value,
+            prompt_tokens=len(live.accepted.prompt_token_ids),
             output_tokens=live.num_output_tokens,
             age_ns=now_ns() - live.times.accepted_ns,
             worker_address=link.address if link is not None else "",

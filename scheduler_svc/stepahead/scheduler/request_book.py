@@ -207,15 +207,26 @@ class RequestBook:
             choice.live.error = choice.live.error or InternalError(incident)
             choice.finished = replace(finished, reason=FinishReason.ERROR)
 
+    def end_newcomer(self, live: LiveRequest, error: ApiError, reason: FinishReason = FinishReason.ERROR) -> None:
+        """Ends a request that was accepted while there was no worker, and that the core has never seen."""
+        self.totals["accepted"] += 1
+        live.error = error
+        for choice in live.choices:
+            choice.finished = Finished(choice.key, reason, 0)
+        self._conclude(live)
+
     def _end(self, live: LiveRequest) -> None:
-        """The one place where a request ends in the shell."""
         del self.requests[live.key]
+        self._conclude(live)
+        if not self.requests:
+            self.on_idle()
+
+    def _conclude(self, live: LiveRequest) -> None:
+        """The one place where a request ends in the shell."""
         live.times.finished_ns = now_ns()
         live.is_over = True
         self._count_end(live)
         self._announce(live)
-        if not self.requests:
-            self.on_idle()
 
     def _announce(self, live: LiveRequest) -> None:
         """News that must not wait for the budget: a first token, an end."""
