@@ -1,6 +1,7 @@
 """Supervision of local services: start order, drain order, deaths, signals."""
 
 import asyncio
+import contextlib
 import io
 import os
 import re
@@ -37,7 +38,7 @@ class RecordingView:
     def worker_ready(self, name: str) -> None:
         self.seen.append(f"{name} ready")
 
-    def worker_restarts(self, error: StackError, restarts: Restarts, delay_s: float) -> None:
+    def worker_restarts(self, name: str, error: StackError, restarts: Restarts, delay_s: float) -> None:
         self.seen.append(f"again: {error.message} {restarts.num_in_row} {delay_s:g}")
 
     def worker_back(self, name: str) -> None:
@@ -400,6 +401,25 @@ async def test_who_cannot_finish_is_not_waited_for(services: Services):
     assert services.ends() == ["scheduler SIGTERM", "scheduler SIGTERM"]
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_signals_do_not_reach_a_process_that_has_stopped_its_stack(services: Services, in_order: bool):
+    """Its exit code is settled, and no raw signal may replace it."""
+
+    async def body(ready: StackReady) -> None:
+        if not in_order:
+            raise StackError("it failed")
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with contextlib.nullcontext() if in_order else pytest.raises(StackError):
+            await run_stack(services.stack(), body, ends_process=True)
+        for number in handlers:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 async def test_malformed_announcement_is_an_error(tmp_path: Path):
     commands = ServiceCommands(
         worker=(sys.executable, "-c", "import os,sys; os.write(int(sys.argv[-1]), b'hello\\n')")
@@ -494,6 +514,23 @@ def test_console_view_shows_a_bar_per_worker_and_ends_cleanly():
         view.worker_ready("worker 2")
         view.stopping()
     assert "stopping" in console.export_text()
+
+
+def test_a_restart_tells_its_reason_once():
+    console = Console(width=100, record=True, file=io.StringIO())
+    view, restarts = ConsoleView(console), Restarts(RestartPolicy())
+    killed, full = StackError("worker 1 was ended by SIGKILL"), StackError("worker 1 exited with code 1: no memory")
+    for error in (killed, killed, full):
+        delay_s = restarts.delay_after(0.0)
+        assert delay_s is not None
+        view.worker_restarts("worker 1", error, restarts, delay_s)
+    view.worker_restarts("worker 2", killed, restarts, 1.0)
+    assert console.export_text().splitlines() == [
+        "worker 1 was ended by SIGKILL; starting it again in 0.5 s (1 of 5)",
+        "worker 1 ended again; starting it again in 1 s (2 of 5)",
+        "worker 1 exited with code 1: no memory; starting it again in 2 s (3 of 5)",
+        "worker 1 was ended by SIGKILL; starting it again in 1 s (3 of 5)",
+    ]
 
 
 def test_stack_error_shows_log_message_and_advice():

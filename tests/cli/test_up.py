@@ -19,7 +19,7 @@ def up(stepahead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def run(end: Exception, *arguments: str) -> Result:
-        def run_stack(stack, body) -> Coroutine[None, None, None]:
+        def run_stack(stack, body, *, ends_process) -> Coroutine[None, None, None]:
             for folder in tmp_path.iterdir():
                 (folder / "worker.log").write_text("a line")
             return fail()

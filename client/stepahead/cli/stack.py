@@ -68,7 +68,7 @@ class StackView(Protocol):
         """A worker has ended by itself; the others go on."""
         ...
 
-    def worker_restarts(self, error: StackError, restarts: Restarts, delay_s: float) -> None:
+    def worker_restarts(self, name: str, error: StackError, restarts: Restarts, delay_s: float) -> None:
         """A worker has ended by itself and is started again in `delay_s` seconds."""
         ...
 
@@ -156,7 +156,7 @@ class Stack:
             return error
         restarts = Restarts(self._restart)
         while (delay_s := restarts.delay_after(clock() - ready_s)) is not None:
-            self._view.worker_restarts(error, restarts, delay_s)
+            self._view.worker_restarts(self._workers[index].name, error, restarts, delay_s)
             await asyncio.sleep(delay_s)
             try:
                 await self._start_again(index)
@@ -280,12 +280,13 @@ class Stack:
         return f"{(await child.death()).message} while stopping"
 
 
-async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -> _T:
+async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]], *, ends_process: bool = False) -> _T:
     """Starts the stack, runs `body` while it serves, and stops it.
 
     The first SIGINT, SIGTERM or SIGHUP cancels `body` and stops the stack in order, the second does not wait for
     requests, the third kills it; all end in StackInterrupted. A child that ends by itself cancels `body` and ends
-    in StackError.
+    in StackError. With `ends_process` the process ends next, and signals that come too late for the stack are
+    ignored: how it ends is settled.
     """
     served = False
 
@@ -326,8 +327,13 @@ async def run_stack(stack: Stack, body: Callable[[StackReady], Awaitable[_T]]) -
     else:
         return result
     finally:
+        # Blocked meanwhile: removing a handler brings back the default, which ends the process by the signal.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
         for signal_number in stop_signals:
             loop.remove_signal_handler(signal_number)
+            if ends_process:
+                signal.signal(signal_number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 async def _watch(children: Sequence[Child]) -> None:

@@ -32,6 +32,8 @@ class ConsoleView:
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._reasons: dict[str, str] = {}
+        """Why each worker ended last."""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -72,11 +74,13 @@ class ConsoleView:
         show_stack_error(self._console, error)
         self._console.print("the other workers go on", style="bold yellow")
 
-    def worker_restarts(self, error: StackError, restarts: Restarts, delay_s: float) -> None:
-        """Says which worker has ended, and that it comes back."""
+    def worker_restarts(self, name: str, error: StackError, restarts: Restarts, delay_s: float) -> None:
+        """Says which worker has ended, and that it comes back; the reason only if it is another than last time."""
+        is_new = error.message != self._reasons.get(name)
+        self._reasons[name] = error.message
+        what = error.message if is_new else f"{name} ended again"
         self._console.print(
-            f"{error.message}: starting it again in {delay_s:g} s "
-            f"(try {restarts.num_in_row} of {restarts.policy.most}); accepted requests wait",
+            f"{what}; starting it again in {delay_s:g} s ({restarts.num_in_row} of {restarts.policy.most})",
             style="bold yellow",
             markup=False,
             highlight=False,

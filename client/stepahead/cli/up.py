@@ -58,4 +58,5 @@ async def _serve(options: StackOptions, log_dir: Path | None) -> None:
             show_banner(ready, options, log_dir)
             await asyncio.Event().wait()
 
-        await run_stack(Stack(options, view, log_dir=log_dir, restart=RestartPolicy()), wait_for_stop)
+        stack = Stack(options, view, log_dir=log_dir, restart=RestartPolicy())
+        await run_stack(stack, wait_for_stop, ends_process=True)
