@@ -24,6 +24,9 @@ CASES = (
 )
 
 
+MODULES = ("stepahead.scheduler", "stepahead.scheduler.bench", "stepahead.worker")
+
+
 def arguments_of(case: tuple[str, ...], fake: FakeServer, folder: Path) -> list[str]:
     if case == ("generate", "--input"):
         path = folder / "requests.jsonl"
@@ -47,6 +50,17 @@ def test_a_full_disk_is_one_clear_line(fake: FakeServer, tmp_path: Path, case):
         done = run(arguments_of(case, fake, tmp_path), full.fileno())
     lines = [line for line in done.stderr.splitlines() if not line.startswith("stopping")]
     assert (done.returncode, lines) == (1, ["error: cannot write the output: No space left on device"])
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no file that is always full")
+@pytest.mark.parametrize("module", MODULES)
+def test_a_full_disk_is_one_clear_line_without_the_command_too(module: str):
+    with FULL.open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    expected = "error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
 
 
 @pytest.mark.parametrize("case", CASES)

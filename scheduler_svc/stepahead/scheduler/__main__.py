@@ -10,6 +10,7 @@ import sys
 import click
 import uvloop
 
+from stepahead.scheduler.entry import run_service
 from stepahead.scheduler.server import serve
 from stepahead.scheduler.settings import from_options, options
 from stepahead.scheduler.telemetry import configure_logs
@@ -35,4 +36,4 @@ def main(**values: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_service(main)

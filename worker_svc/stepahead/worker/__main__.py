@@ -23,6 +23,7 @@ import uvloop
 from stepahead.worker.announce import Announcer
 from stepahead.worker.descendants import kill_descendants
 from stepahead.worker.device_stream import CpuStream
+from stepahead.worker.entry import run_service
 from stepahead.worker.errors import ModelError, OptionRefused, RankLost
 from stepahead.worker.host_memory import available_memory_bytes
 from stepahead.worker.launch_stream import LaunchStream
@@ -307,4 +308,4 @@ def _open_stream(
 
 
 if __name__ == "__main__":
-    main()
+    run_service(main)

@@ -7,6 +7,7 @@ import click
 from stepahead.scheduler.bench.cost_command import scheduler
 from stepahead.scheduler.bench.request_command import requests
 from stepahead.scheduler.bench.trace_command import traces
+from stepahead.scheduler.entry import run_quietly
 
 
 @click.group(
@@ -21,4 +22,4 @@ main.add_command(scheduler)
 main.add_command(traces)
 
 if __name__ == "__main__":
-    main()
+    run_quietly(main)
