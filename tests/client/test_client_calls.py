@@ -74,13 +74,13 @@ def test_options_reach_the_server_and_unset_ones_stay_unset(call, fake: FakeServ
     assert list(sent.stopping.stop_strings) == ["x"]
     assert not sent.stopping.HasField("min_tokens")
     assert not sent.HasField("num_choices")
-    # A request that outlives its call carries its own timeout and an id; else the call's deadline is enough.
+    # Every request carries its own timeout, one that outlives its call an id too.
     assert (sent.scheduling.timeout_ms, sent.scheduling.reattach_window_ms) == (900_000, 30_000)
     assert len(sent.request_id) == 32
     assert 0 < fake.deadlines_s[0] < 1000
     call("generate", "hi", timeout=900.0, reattach_window=0)
     sent = fake.requests[1]
-    assert not sent.scheduling.HasField("timeout_ms")
+    assert sent.scheduling.timeout_ms == 900_000
     assert not sent.scheduling.HasField("reattach_window_ms")
     assert sent.request_id == ""
     assert 0 < fake.deadlines_s[1] < 1000
@@ -158,7 +158,7 @@ def test_nobody_listening_is_unavailable():
 
 def test_deadline_ends_the_call(call, fake: FakeServer):
     fake.hang_after(response(started()))
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match=r"^the 0\.2 s passed and the server did not answer; phase prefill$"):
         call("generate", "hi", timeout=0.2)
     assert fake.call_ended.wait(WAIT_S)
 

@@ -18,7 +18,7 @@ from stepahead.v1 import generation_pb2
 
 
 def message_of(prompt="hi", **options):
-    return generate_message(make_request(prompt, **options), multiplexed=True)
+    return generate_message(make_request(prompt, **options))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from stepahead.cli.failures import describe
+from stepahead.client import AsyncClient, DeadlineError
 from stepahead.scheduler.constraints.compiler import CompiledConstraint
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest
 from stepahead.scheduler.live_request import LiveRequest
@@ -79,8 +81,14 @@ async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
             late = await stack.answer(request([1], 1, **timeouts))
             assert (late.code, late.error_info.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
             assert late.error_info.metadata == {"phase": "queue", "output_tokens": "0", "worker": "none"}
+        async with AsyncClient(stack.server.address) as client:
+            with pytest.raises(DeadlineError, match="phase queue after 0 tokens: no worker is ready") as caught:
+                await client.generate([1], timeout=0.02, text=False)
+        assert describe(caught.value).endswith(
+            "(it waited for a worker, `stepahead status` shows them; --timeout and --queue-timeout allow more)"
+        )
         totals = (await stack.status()).totals
-        assert (totals.requests_accepted, totals.requests_failed) == (3, 3)
+        assert (totals.requests_accepted, totals.requests_failed) == (4, 4)
     for fields in ({"worker_wait_s": 0.02}, {"lane_wait_s": 0.02}):
         async with without_its_worker(**fields) as (stack, _):
             refused = await stack.generate([1], 1)
@@ -162,6 +170,7 @@ async def test_a_request_on_a_worker_that_is_away_counts_as_waiting() -> None:
     async with AsyncExitStack() as exits:
         worker = await exits.enter_async_context(serve_worker(MODEL, step_s=0.01))
         stack = await exits.enter_async_context(serve_scheduler(worker.address))
+        await eventually(lambda: bool(stack.server.engine.links))
         held = stack.open(request([1], 200))
         await eventually(lambda: stack.server.engine.core.num_running == 1)
         (link,) = stack.server.engine.links.values()

@@ -123,10 +123,24 @@ def _hint(error: StepaheadError) -> str:
     if isinstance(error, OverloadedError):
         return "try again later, or ask another server: --address"
     if isinstance(error, DeadlineError):
-        return "--timeout and --queue-timeout allow more"
+        return _deadline_hint(error)
     if isinstance(error, NotFoundError):
         return "`stepahead status` shows what is served"
     return ""
+
+
+def _deadline_hint(error: DeadlineError) -> str:
+    """What to do next, by what the request was waiting for when its time was over."""
+    more = "--timeout and --queue-timeout allow more"
+    if error.metadata.get("worker") == "none":
+        return f"it waited for a worker, `stepahead status` shows them; {more}"
+    match error.metadata.get("phase"):
+        case "queue":
+            return f"it waited for its turn, `stepahead status` shows the load; {more}"
+        case "run":
+            return "it was running; --timeout allows more, --max-tokens asks for less"
+        case _:
+            return more
 
 
 def describe_exit(return_code: int) -> str:

@@ -94,7 +94,8 @@ class AsyncCompletionStream(FoldedStream):
             raise RuntimeError("a stream can be entered once")
         self._start_clock(time.monotonic())
         self._open_streams.add(self)
-        self._call = cast(_ResponseCall, self._stub.Generate(self._message, timeout=self._timeout_s))
+        timeout_s = self._call_timeout_s(time.monotonic())
+        self._call = cast(_ResponseCall, self._stub.Generate(self._message, timeout=timeout_s))
         return self
 
     async def __aexit__(
@@ -159,7 +160,7 @@ class AsyncCompletionStream(FoldedStream):
             if leaves_request_running(final) and not self._cancelled.is_set():
                 self._cancel_on_server()
             raise
-        timeout_s = self._remaining_s(time.monotonic())
+        timeout_s = self._call_timeout_s(time.monotonic())
         self._call = cast(_ResponseCall, self._stub.Attach(self._attach_message(), timeout=timeout_s))
         return self._call
 

@@ -238,6 +238,10 @@ class CompletionFold:
         self._usage_timings = (convert.usage(message.usage), convert.timings(message.timings))
 
 
+_LAST_WORDS_S = 1.0
+"""How much longer than a request's timeout its call waits for the server to say what has become of it."""
+
+
 class FoldedStream:
     """What can be read of a request at any moment; the blocking and the asyncio stream add how it is read."""
 
@@ -286,9 +290,9 @@ class FoldedStream:
         if self._timeout_s is not None:
             self._deadline_s = now_s + self._timeout_s
 
-    def _remaining_s(self, now_s: float) -> float | None:
-        """What is left of the timeout, never less than gRPC can wait."""
-        return None if self._deadline_s is None else max(0.001, self._deadline_s - now_s)
+    def _call_timeout_s(self, now_s: float) -> float | None:
+        """The call's deadline, seconds from now: the server ends the request before, and says where it was."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - now_s) + _LAST_WORDS_S
 
     def _note_answer(self, events: Iterable[generation_pb2.GenerationEvent]) -> None:
         """A message came. Started alone is no news: it opens every call."""
@@ -298,8 +302,11 @@ class FoldedStream:
 
     def _delay_after(self, error: StepaheadError, now_s: float) -> float:
         """How long to wait before the next call. Raises the error that ends the stream."""
-        delay_s = self._reattachment.delay_after(error, now_s)
         left_s = math.inf if self._deadline_s is None else self._deadline_s - now_s
+        if isinstance(error, DeadlineError) and not error.reason and left_s <= 0:  # the call's, not the server's
+            text = f"the {self._timeout_s:g} s passed and the server did not answer; phase {self.phase.value}"
+            raise DeadlineError(text, code=error.code) from error
+        delay_s = self._reattachment.delay_after(error, now_s)
         if left_s <= 0:
             raise DeadlineError(f"the {self._timeout_s:g} s passed without a connection", code="DEADLINE_EXCEEDED")
         news = self._reattachment.news_after_break(now_s)

@@ -11,15 +11,15 @@ from stepahead.client.values import ChatMessage
 from stepahead.v1 import generation_pb2
 
 
-def generate_message(request: GenerationRequest, *, multiplexed: bool = False) -> generation_pb2.GenerateRequest:
+def generate_message(request: GenerationRequest) -> generation_pb2.GenerateRequest:
     """The protocol's form of a request.
 
-    A request that can outlive its call gets an id, and carries its timeout itself: the call's deadline would not
-    end it. So does a `multiplexed` one, whose call carries many requests. Raises InvalidRequestError, before
-    anything is sent, naming every value that does not fit.
+    A request that can outlive its call gets an id. Every request carries its timeout itself: the server then says
+    in which phase it passed, and the call's deadline does not end a request that outlives it. Raises
+    InvalidRequestError, before anything is sent, naming every value that does not fit.
     """
     fields = Fields()
-    scheduling = _scheduling_message(fields, request, multiplexed=multiplexed)
+    scheduling = _scheduling_message(fields, request)
     request_id = fields.string("request_id", request.request_id)
     if scheduling.reattach_window_ms and not request_id:
         request_id = uuid.uuid4().hex
@@ -182,16 +182,14 @@ def _logprobs_message(fields: Fields, request: GenerationRequest) -> generation_
     )
 
 
-def _scheduling_message(
-    fields: Fields, request: GenerationRequest, *, multiplexed: bool
-) -> generation_pb2.SchedulingParams:
+def _scheduling_message(fields: Fields, request: GenerationRequest) -> generation_pb2.SchedulingParams:
     window_s = DEFAULT_REATTACH_WINDOW_S if request.reattach_window is None else request.reattach_window
     window_ms = fields.milliseconds("scheduling.reattach_window_ms", window_s, zero=True)
     timeout_ms = fields.milliseconds("scheduling.timeout_ms", request.timeout)
     return generation_pb2.SchedulingParams(
         priority=fields.integer("scheduling.priority", request.priority, INT32_MIN, INT32_MAX),
         queue_timeout_ms=fields.milliseconds("scheduling.queue_timeout_ms", request.queue_timeout),
-        timeout_ms=timeout_ms if window_ms or multiplexed else None,
+        timeout_ms=timeout_ms,
         reattach_window_ms=window_ms,
         cache_salt=fields.string("scheduling.cache_salt", request.cache_salt),
         approximate_replay_tokens=fields.integer(

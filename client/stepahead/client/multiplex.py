@@ -139,7 +139,7 @@ class AsyncMultiplex:
     async def submit(self, prompt: Prompt | GenerationRequest, **options: Unpack[GenerateOptions]) -> int:
         """Starts a request and returns its handle. Raises InvalidRequestError for values that do not fit."""
         request = with_default_timeout(make_request(prompt, **options), self._timeout)
-        message = generate_message(request, multiplexed=True)
+        message = generate_message(request)
         handle = self._free_handle()
         self._live_requests[handle] = _Live(message, CompletionFold(request))
         await self._commands.put(_submit(handle, message))

@@ -79,7 +79,8 @@ class CompletionStream(FoldedStream):
             raise RuntimeError("a stream can be entered once")
         self._start_clock(time.monotonic())
         self._open_streams.add(self)
-        self._call = cast(_ResponseCall, self._stub.Generate(self._message, timeout=self._timeout_s))
+        timeout_s = self._call_timeout_s(time.monotonic())
+        self._call = cast(_ResponseCall, self._stub.Generate(self._message, timeout=timeout_s))
         return self
 
     def __exit__(
@@ -134,7 +135,7 @@ class CompletionStream(FoldedStream):
             if leaves_request_running(final) and not self._cancelled.is_set():
                 self._cancel_on_server()
             raise
-        timeout_s = self._remaining_s(time.monotonic())
+        timeout_s = self._call_timeout_s(time.monotonic())
         self._call = call = cast(_ResponseCall, self._stub.Attach(self._attach_message(), timeout=timeout_s))
         # Whoever cancels in between has cancelled the broken call.
         if self._cancelled.is_set():

@@ -31,5 +31,9 @@ def run_quietly(command: Callable[[], object]) -> None:
 def run_service(command: Callable[[], object]) -> None:
     """As `run_quietly`. Until the service heeds signals itself, Ctrl-C ends it at once: it owes nobody anything."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
+        signal.signal(signal.SIGINT, _leave)
     run_quietly(command)
+
+
+def _leave(*_: object) -> None:
+    os._exit(_EXIT_INTERRUPTED)
