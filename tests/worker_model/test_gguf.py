@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from stepahead.worker.errors import ModelError
-from stepahead.worker.model.gguf_checkpoint import GgufSource, PlainReader, hugging_face_name, undo_head_order
+from stepahead.worker.model.gguf_checkpoint import GgufSource, hugging_face_name, undo_head_order
 from stepahead.worker.model.gguf_config import GgufMetadata
+from stepahead.worker.model.gguf_reader import PlainReader
 from stepahead.worker.model.registry import make_runner
 from tests.worker_model import gguf_reference
 from tests.worker_model.driver import Driver

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -30,9 +32,11 @@ from stepahead.worker.ranks.messages import (
     unpack,
 )
 from stepahead.worker.ranks.place import RankPlace
-from stepahead.worker.ranks.shard import ShardSource, shard_config
+from stepahead.worker.ranks.shard import ShardSource
+from stepahead.worker.ranks.split import shard_config
 from stepahead.worker.runner import CacheGroup, CacheShape, PromptTargets
 from tests.worker_model.conftest import VOCAB_SIZE
+from tests.worker_model.gguf_files import write_gguf
 
 SHAPE = CacheShape(
     num_slots=2, num_blocks=8, block_size=4, max_model_len=32, max_num_batched_tokens=32, max_num_seqs=2
@@ -211,3 +215,19 @@ def test_a_whole_batch_survives_the_way_between_ranks():
     np.testing.assert_array_equal(message.batch.prompt_targets[0].token_ids, TOKENS)
     np.testing.assert_array_equal(message.batch.more_groups[0].block_tables, [[-1, 2]])
     np.testing.assert_array_equal(message.batch.sampling.temperature, batch.sampling.temperature)
+
+
+@pytest.mark.parametrize("form", ["directory", "gguf"])
+def test_a_model_that_cannot_be_shared_is_refused_before_torch_comes(tiny, tmp_path, form):
+    """And so before any rank starts: here none could."""
+    model = tiny("llama-gqa-tied")
+    spec = str(model.path)
+    if form == "gguf":
+        spec = str(tmp_path / "model.gguf")
+        write_gguf(tmp_path / "model.gguf", model, "llama")
+    code = "import sys; sys.modules['torch'] = None; from stepahead.worker.__main__ import main; main()"
+    arguments = ["--model", spec, "--tensor-parallel-size", "8", "--listen", "127.0.0.1:0"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "--tensor-parallel-size 8 does not divide num_attention_heads 4; possible are 2, 4" in line

@@ -69,6 +69,12 @@ def main(**options: Any) -> None:  # noqa: ANN401 - click fills it, `settings_fr
     configure_logs(settings.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     place = _place(settings)
+    try:
+        _refuse_undivided(settings, place)
+    except ModelError as error:
+        Announcer(announce_fd).failed(str(error))
+        log.error("worker_failed_to_start", detail=str(error))
+        sys.exit(_exit_code_of(error))
     if place is not None and place.rank > 0:
         sys.exit(_follow(settings, place))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -98,6 +104,22 @@ def _place(settings: WorkerSettings) -> RankPlace | None:
         return place_from_environment(settings.tensor_parallel_size, os.environ)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
+
+
+def _refuse_undivided(settings: WorkerSettings, place: RankPlace | None) -> None:
+    """Before any rank starts, which takes seconds: a model that so many cannot share. Raises `ModelError`."""
+    if settings.tensor_parallel_size == 1 or (place is not None and place.lifeline_fd is not None):
+        return  # whoever holds a lifeline was started by a rank that has looked
+    from stepahead.worker.model.early_config import early_config  # noqa: PLC0415 - not every worker needs it
+    from stepahead.worker.ranks.split import shard_config  # noqa: PLC0415
+
+    config = early_config(settings.model)
+    if config is not None:
+        shard_config(config, settings.tensor_parallel_size)
+
+
+def _exit_code_of(error: ModelError | RankLost) -> int:
+    return EXIT_REFUSED if isinstance(error, OptionRefused) else EXIT_LOAD_FAILED
 
 
 def _follow(settings: WorkerSettings, place: RankPlace) -> int:
@@ -183,7 +205,7 @@ async def _serve_scheduler(
     except (ModelError, RankLost) as error:
         announcer.failed(str(error))
         log.error("worker_failed_to_start", detail=str(error))
-        exit_code = EXIT_REFUSED if isinstance(error, OptionRefused) else EXIT_LOAD_FAILED
+        exit_code = _exit_code_of(error)
     except Exception:
         announcer.failed("the model could not be loaded; see the worker's log")
         log.exception("worker_failed_to_start")

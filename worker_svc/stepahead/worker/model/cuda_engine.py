@@ -37,7 +37,8 @@ from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.decoder import Decoder, WeightLoader, attention_shape
 from stepahead.worker.model.weights import WeightSource
 from stepahead.worker.ranks.communicator import ALONE, Communicator
-from stepahead.worker.ranks.shard import ShardSource, shard_config
+from stepahead.worker.ranks.shard import ShardSource
+from stepahead.worker.ranks.split import shard_config
 from stepahead.worker.runner import NO_POSITION, CacheShape, StepBatch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

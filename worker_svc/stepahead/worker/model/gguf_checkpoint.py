@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +12,12 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from stepahead.worker.errors import ModelError
 from stepahead.worker.model.family_source import FamilySource
-from stepahead.worker.model.file_sizes import cut_short, why_not_whole
 from stepahead.worker.model.gguf_config import GgufMetadata
 from stepahead.worker.model.gguf_parts import check_parts, model_name, part_files
+from stepahead.worker.model.gguf_reader import read_gguf
 
 _TYPES = gguf.GGMLQuantizationType
 _FLOAT_TYPES = (_TYPES.F32, _TYPES.F16, _TYPES.BF16)
@@ -64,42 +62,6 @@ _GLOBAL_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-
-
-class _CutShort(Exception):
-    """The file should have this many bytes."""
-
-    def __init__(self, expected_bytes: int) -> None:
-        super().__init__(f"{expected_bytes} bytes")
-        self.expected_bytes = expected_bytes
-
-
-def _end_of(field: gguf.ReaderField) -> int:
-    """Where a tensor ends, in bytes from the first tensor's begin."""
-    _, _, _, dimensions, kind, offset = field.parts
-    block_size, block_bytes = gguf.GGML_QUANT_SIZES[_TYPES(kind[0])]
-    num_elements = math.prod(int(size) for size in dimensions)
-    return int(offset[0]) + num_elements * block_bytes // block_size
-
-
-class PlainReader(gguf.GGUFReader):
-    """The package's reader over a plain array: its million slices of a `memmap` cost three times more.
-
-    Raises _CutShort where the file ends before its last tensor does.
-    """
-
-    @override
-    def _build_tensors(self, start_offs: int, fields: list[gguf.ReaderField]) -> None:
-        """Looks at the tensors after their places in the file: slices of what is missing are merely short."""
-        expected_bytes = max((start_offs + _end_of(field) for field in fields), default=0)
-        if len(self.data) < expected_bytes:
-            raise _CutShort(expected_bytes)
-        super()._build_tensors(start_offs, fields)
-
-    @override
-    def __setattr__(self, name: str, value: object) -> None:
-        """Stores the file's mapping as a view without the subclass."""
-        object.__setattr__(self, name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
 
 
 class GgufSource:
@@ -175,27 +137,6 @@ def hugging_face_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) 
     return name
 
 
-def _read(path: Path) -> PlainReader:
-    try:
-        return PlainReader(path)
-    except _CutShort as error:
-        raise ModelError(cut_short(path, error.expected_bytes)) from error
-    except (OSError, ValueError, IndexError) as error:
-        raise ModelError(why_not_whole(path) or _unreadable(path, error)) from error
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    with path.open("rb") as file:
-        is_gguf = file.read(4) == b"GGUF"
-    # The reader's own words are about versions; without the header's end, NumPy speaks of sizes and indexes.
-    if not is_gguf or "version" in str(error):
-        return f"{path} cannot be read as GGUF: {error}"
-    return (
-        f"{path} cannot be read as GGUF: its header is damaged or cut short, {path.stat().st_size:,} bytes in all "
-        f"({error}); download it again"
-    )
-
-
 class GgufCheckpoint:
     """One GGUF file, or the files of a split model; see `checkpoint.Checkpoint`."""
 
@@ -203,7 +144,7 @@ class GgufCheckpoint:
         """Takes the model's only file or its first; the others lie beside it."""
         self.name = model_name(path)
         self.path = path
-        files = {file: _read(file) for file in part_files(path)}
+        files = {file: read_gguf(file) for file in part_files(path)}
         check_parts(list(files), list(files.values()))
         self.metadata = GgufMetadata(*files.values())
         self.config = self.metadata.config()

@@ -23,7 +23,8 @@ from stepahead.worker.model.memory import (
 from stepahead.worker.model.step_engine import StepLogits
 from stepahead.worker.model.weights import WeightSource
 from stepahead.worker.ranks.communicator import ALONE, Communicator
-from stepahead.worker.ranks.shard import ShardSource, shard_config
+from stepahead.worker.ranks.shard import ShardSource
+from stepahead.worker.ranks.split import shard_config
 from stepahead.worker.runner import CacheShape
 
 

@@ -6,59 +6,23 @@
     norms, router whole
 
 Where there are fewer KV heads than ranks, neighbouring ranks hold the same one. The vocabulary is padded with rows
-of zeros to a multiple of the ranks; heads and inner sizes that do not divide are refused.
+of zeros to a multiple of the ranks; heads and inner sizes that do not divide are refused (`split`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everyone reads
 
-from stepahead.worker.errors import ModelError, OptionRefused
+from stepahead.worker.errors import ModelError
 from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.model.weights import WeightSource
 
 _SUMMED = ("o_proj", "down_proj")
 """Linears whose inputs are split: each rank computes a part of the sum."""
-
-
-def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Returns the sizes of one rank's shard; `vocab_size` stays the model's, see `vocabulary_rows`.
-
-    Raises:
-        OptionRefused: a size does not divide.
-    """
-    faults = _undivided(config, size)
-    if faults:
-        possible = [other for other in range(2, config.num_heads + 1) if not _undivided(config, other)]
-        advice = f"possible are {', '.join(map(str, possible))}" if possible else "this model cannot be split"
-        raise OptionRefused(f"--tensor-parallel-size {size} does not divide {' and '.join(faults)}; {advice}")
-    mixture = config.mixture
-    return replace(
-        config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=max(config.num_kv_heads // size, 1),
-        intermediate_size=config.intermediate_size // size,
-        mixture=mixture and replace(mixture, intermediate_size=mixture.intermediate_size // size),
-    )
-
-
-def _undivided(config: ModelConfig, size: int) -> list[str]:
-    """Returns the sizes that `size` ranks cannot share, by name."""
-    faults: list[str] = []
-    if config.num_heads % size:
-        faults.append(f"num_attention_heads {config.num_heads}")
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        faults.append(f"num_key_value_heads {config.num_kv_heads}")
-    mixture = config.mixture
-    if mixture is not None and mixture.intermediate_size % size:
-        faults.append(f"the experts' intermediate size {mixture.intermediate_size}")
-    if (mixture is None or not all(mixture.layers)) and config.intermediate_size % size:
-        faults.append(f"intermediate_size {config.intermediate_size}")
-    return faults
 
 
 def vocabulary_rows(config: ModelConfig, size: int) -> int:
@@ -83,7 +47,7 @@ class ShardSource:
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig, rank: int, size: int) -> None:
-        """Takes the whole model's source and configuration, which `shard_config` has let through."""
+        """Takes the whole model's source and configuration, which `split.shard_config` has let through."""
         self._source = source
         self._config = config
         self._rank = rank

@@ -15,7 +15,7 @@ from stepahead.worker.model.config import ModelConfig
 from stepahead.worker.ranks import rank_group
 from stepahead.worker.ranks.place import RankPlace
 from stepahead.worker.ranks.rank_group import RankGroup
-from stepahead.worker.ranks.shard import shard_config
+from stepahead.worker.ranks.split import shard_config
 
 
 class _Loaded(Protocol):
