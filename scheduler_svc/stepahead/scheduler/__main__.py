@@ -8,8 +8,8 @@ import os
 import sys
 
 import click
-import uvloop
 
+from stepahead.scheduler.calm_loop import CalmLoop
 from stepahead.scheduler.entry import run_service
 from stepahead.scheduler.server import serve
 from stepahead.scheduler.settings import from_options, options
@@ -23,7 +23,7 @@ def main(**values: object) -> None:
     settings = from_options(values)
     configure_logs(settings.log_format)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=CalmLoop) as runner:
             num_cut = runner.run(serve(settings))
     except OSError as error:
         message = f"{error}; choose another --listen or stop the other server"
