@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +155,17 @@ end.set()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n" * 2
+
+
+def test_a_clients_session_yields_while_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among sessions, a thread's niceness does not count. Where sessions do not count, nothing happens."""
+    session = tmp_path / "autogroup"
+    monkeypatch.setattr(bench_processes, "_SESSION", session)
+    session.write_text("/autogroup-25 nice 3\n")
+    with bench_processes.yielding_session():
+        assert session.read_text() == "19"
+    assert session.read_text() == "3"
+    session.unlink()
+    with bench_processes.yielding_session():
+        pass
+    assert not session.exists()

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from stepahead.cli.bench_drive import PlannedRequest, drive
 from stepahead.cli.bench_load import LoadShape, make_request
-from stepahead.cli.bench_processes import ResourceWatch, resident_bytes, yield_cores
+from stepahead.cli.bench_processes import ResourceWatch, resident_bytes, yield_cores, yielding_session
 from stepahead.cli.bench_server import step_figures, watched_steps, workers_of
 from stepahead.cli.bench_stats import median_of
 from stepahead.cli.local_services import passing_log_dir, require_extras
@@ -134,15 +134,16 @@ async def measure(
     async def body(ready: StackReady) -> None:
         yield_cores()
         fresh_bytes = resident_bytes(ready.scheduler_pid)
-        for crowd in crowds:
-            await drive(
-                ready.address, crowd.requests()[: options.max_num_seqs], multiplexed=crowd.shape.multiplexed
-            )
-        with console.status("measuring") as status:
-            for number in range(rounds):
-                for crowd, of_crowd in zip(crowds, runs, strict=True):
-                    status.update(f"run {number + 1} of {rounds}: {crowd.name}")
-                    of_crowd.append(await run_crowd(ready, crowd, num_running, fresh_bytes))
+        with yielding_session():
+            for crowd in crowds:
+                await drive(
+                    ready.address, crowd.requests()[: options.max_num_seqs], multiplexed=crowd.shape.multiplexed
+                )
+            with console.status("measuring") as status:
+                for number in range(rounds):
+                    for crowd, of_crowd in zip(crowds, runs, strict=True):
+                        status.update(f"run {number + 1} of {rounds}: {crowd.name}")
+                        of_crowd.append(await run_crowd(ready, crowd, num_running, fresh_bytes))
 
     with passing_log_dir(verbose=False) as log_dir, ConsoleView(Console(stderr=True, quiet=True)) as view:
         await run_stack(Stack(options, view, log_dir=log_dir), body)
