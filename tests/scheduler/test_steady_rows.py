@@ -52,7 +52,7 @@ class World:
     def __init__(self, num_sessions: int = 2) -> None:
         self.loop = FakeLoop()
         budget = MessageBudget(cast(asyncio.AbstractEventLoop, self.loop), 10**6)
-        self.book = RequestBook(budget, lambda _key, _reason: None)
+        self.book = RequestBook(budget, lambda _key, _reason: None, lambda _live, _reason: None)
         front_end = SimpleNamespace(
             engine=SimpleNamespace(book=self.book), release=lambda subscription: subscription.close()
         )

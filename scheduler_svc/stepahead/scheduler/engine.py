@@ -36,6 +36,7 @@ from stepahead.scheduler.core import (
 )
 from stepahead.scheduler.core_bridge import core_requests, error_of
 from stepahead.scheduler.delivery import MessageBudget
+from stepahead.scheduler.end_log import EndLog
 from stepahead.scheduler.errors import (
     ApiError,
     FieldViolation,
@@ -85,7 +86,8 @@ class Engine:
             )
         )
         self.budget = MessageBudget(loop, settings.messages_per_second)
-        self.book = RequestBook(self.budget, self.core.abort)
+        self._end_log = EndLog(loop)
+        self.book = RequestBook(self.budget, self.core.abort, self._end_log.add)
         self.gates = Gates(loop, self.core, self.book)
         self.gates.on_failed = self._plan_open_lanes
         self.links: dict[LaneId, WorkerLink] = {}
@@ -196,8 +198,9 @@ class Engine:
             self._lane_wait_timer = self._loop.call_later(self.settings.lane_wait_s, self._give_up_waiting)
 
     def close(self) -> None:
-        """The service stops; nothing runs any more."""
+        """The service stops; nothing runs any more. Twice is harmless."""
         self.gates.close()
+        self._end_log.flush()
 
     def _give_up_waiting(self) -> None:
         self._lane_wait_timer = None

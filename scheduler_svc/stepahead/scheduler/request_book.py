@@ -29,17 +29,19 @@ from stepahead.scheduler.text.errors import TextError
 log = structlog.get_logger("requests")
 
 Abort = Callable[[RequestKey, FinishReason], Finished | None]
+NoteEnd = Callable[[LiveRequest, FinishReason], None]
 
 
 class RequestBook:
     """Requests that have not ended, and who listens to them."""
 
-    def __init__(self, budget: MessageBudget, abort: Abort) -> None:
+    def __init__(self, budget: MessageBudget, abort: Abort, note_end: NoteEnd) -> None:
         """Starts empty.
 
         Args:
             budget: gives streams their turns.
             abort: ends a sequence of the core now.
+            note_end: told of each request's end, in the turn of the step loop: anything long must come later.
         """
         self.requests: dict[RequestKey, LiveRequest] = {}
         self.choices: dict[RequestKey, Choice] = {}
@@ -50,6 +52,7 @@ class RequestBook:
         """Called when the last live request has ended."""
         self._budget = budget
         self._abort = abort
+        self._note_end = note_end
         self._rows: dict[LaneId, LaneRows] = {}
 
     def add(self, live: LiveRequest) -> None:
@@ -239,20 +242,4 @@ class RequestBook:
         worst = max(reasons, key=list(FinishReason).index)
         kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(worst, "finished")
         self.totals[kind] += 1
-        times = live.times
-        log.info(
-            "request ended",
-            request_id=live.accepted.request_id,
-            request_key=live.key,
-            reason=worst.value,
-            status=live.error.code.name if live.error else "OK",
-            choices=len(live.choices),
-            prompt_tokens=len(live.accepted.prompt_token_ids),
-            output_tokens=live.num_output_tokens,
-            preemptions=live.preemptions,
-            window_replays=sum(choice.window_replays for choice in live.choices),
-            approximate_replays=sum(choice.approximate_replays for choice in live.choices),
-            queue_ms=round(max(0, (times.admitted_ns or times.finished_ns) - times.accepted_ns) / 1e6, 3),
-            first_token_ms=round(max(0, times.first_token_ns - times.accepted_ns) / 1e6, 3),
-            total_ms=round((times.finished_ns - times.accepted_ns) / 1e6, 3),
-        )
+        self._note_end(live, worst)

@@ -190,5 +190,8 @@ async def serve(settings: Settings) -> int:
         OSError: the address cannot be bound.
     """
     server = Server(settings, asyncio.get_running_loop())
-    await server.start()
-    return await server.run()
+    try:
+        await server.start()
+        return await server.run()
+    finally:
+        server.engine.close()  # whatever ended it: no line of the log stays unwritten
