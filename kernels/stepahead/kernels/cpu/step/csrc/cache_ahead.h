@@ -1,14 +1,15 @@
 // Fetches keys and values before attention asks for them.
 //
-// With some 30 rows and more the matrices keep the cores busy and memory idle, then attention waits for memory. So from
-// the end of one layer's attention on, passes of the matrices that fetch no weights fetch what this thread's attention
-// tasks of the next layer will read, in the order in which they read it:
+// With more rows than one pass takes the matrices keep the cores busy and memory idle, then attention waits for memory.
+// So from the end of one layer's attention on, passes over the matrices that have fetched their weights fetch what this
+// thread's attention tasks of the next layer will read:
 //
 //     matrices   |output  gate, up  down  qkv|         |output  gate, up ...
 //     attention  |                           |attention|
 //     memory     |KV of the next layer.......|rest     |KV of the layer after it ...
 //
-// It goes through the second-level cache and waits in the third.
+// It goes through the second-level cache and waits in the third. Rows come last to first: what was fetched last is still
+// in the second-level cache, and attention begins with the first row.
 #pragma once
 #include "model.h"
 
@@ -24,8 +25,16 @@ class CacheAhead {
   // Begins with a layer's cache; one that does not exist has none.
   void begin(int next_layer) {
     layer = next_layer;
-    row = batch.num_rows * int64_t(thread) / m.pool->size();
-    end_row = layer < m.dims.num_layers ? batch.num_rows * int64_t(thread + 1) / m.pool->size() : row;
+    first_row = batch.num_rows * int64_t(thread) / m.pool->size();
+    row = first_row - 1;  // becomes the last row that fits
+    if (layer < m.dims.num_layers) {
+      const int64_t end_row = batch.num_rows * int64_t(thread + 1) / m.pool->size();
+      for (int64_t num_bytes = 0; row + 1 < end_row && num_bytes < MAX_BYTES;) {
+        row++;
+        find_blocks();
+        num_bytes += 2 * (end_block - block) * run_bytes();
+      }
+    }
     left = MAX_BYTES;
     block = -1;
     rest = nullptr;
@@ -54,23 +63,30 @@ class CacheAhead {
     }
     rest = nullptr;
     if (left <= 0) return;
-    if (block >= 0 && ++block == end_block) row++, block = -1;
-    if (row >= end_row) return;
-    if (block < 0) {
-      const int64_t size = m.cache.block_size, window = m.layers[layer].window, length = batch.seq_lens[row];
-      const int64_t floor = step::floor_of(batch, m.layers[layer].group, row);
-      block = (window && length > window + floor ? length - window : floor) / size;
-      end_block = (length + size - 1) / size;
-    }
+    if (block >= 0 && ++block == end_block) row--, block = -1;
+    if (row < first_row) return;
+    if (block < 0) find_blocks();
     keys = true;
     set_run(m.keys);
+  }
+
+  // The blocks that the row's attention reads.
+  void find_blocks() {
+    const int64_t size = m.cache.block_size, window = m.layers[layer].window, length = batch.seq_lens[row];
+    const int64_t floor = step::floor_of(batch, m.layers[layer].group, row);
+    block = (window && length > window + floor ? length - window : floor) / size;
+    end_block = (length + size - 1) / size;
+  }
+
+  int64_t run_bytes() const {
+    return m.dims.num_kv_heads * m.tiles_per_block * m.tile_elements * m.kernels->weight_bytes;
   }
 
   void set_run(const char* cache) {
     const int32_t* table = batch.block_tables + (m.layers[layer].group * batch.num_rows + row) * batch.table_width;
     const int64_t element = m.kernels->weight_bytes;
     rest = cache + step::block_offset(m, layer, table[block], 0) * element;
-    end = rest + m.dims.num_kv_heads * m.tiles_per_block * m.tile_elements * element;
+    end = rest + run_bytes();
   }
 
   const step::Model& m;
@@ -78,7 +94,7 @@ class CacheAhead {
   const int thread;
   int layer = 0;
   bool keys = false;
-  int64_t row = 0, end_row = 0, block = -1, end_block = 0, left = 0;
+  int64_t row = 0, first_row = 0, block = -1, end_block = 0, left = 0;
   const char *rest = nullptr, *end = nullptr;
 };
 

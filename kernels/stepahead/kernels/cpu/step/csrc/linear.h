@@ -20,6 +20,8 @@ STEP_INLINE constexpr int prefetch_bytes(int rows) {
 // The same over a coded panel, whose bytes take longer each.
 STEP_INLINE constexpr int coded_prefetch_bytes(int rows) { return rows == 1 ? 3072 : 8192; }
 
+static constexpr int64_t LINE_BYTES = 64;
+
 // A thread's memory for one decoded panel, and which panel that is.
 struct PanelRoom {
   char* memory;
@@ -79,12 +81,20 @@ STEP_INLINE void share_open(const Thread& thread, step::Phase phase, int64_t num
   });
 }
 
-// Multiplies a block of rows by a panel and fetches keys and values on the way: the panel is cut into runs, each beside
-// one run of theirs, and a little of what lies behind it where the cut must wait for a whole instruction.
-template <class P>
-STEP_INLINE void multiply_beside(CacheAhead& ahead, const Run<P>& panel, int64_t stride, int rows, float* sums) {
+// Memory in one piece.
+struct Span {
+  const char* memory;
+  int64_t num_bytes;
+};
+
+// Multiplies a block of rows by a panel and fetches `first` on the way, then keys and values, LINES cache lines a step:
+// the panel is cut into runs, each beside one run of theirs, and a little of what lies behind it where the cut must wait
+// for a whole instruction.
+template <class P, int LINES>
+STEP_INLINE void multiply_beside(CacheAhead& ahead, Span first, const Run<P>& panel, int64_t stride, int rows,
+                                 float* sums) {
   constexpr int MAX_RUNS = 24;
-  constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP, step_bytes = b_step * sizeof(*panel.b0);
+  constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP, step_bytes = LINES * LINE_BYTES;
   Run<P> runs[MAX_RUNS];
   int num_runs = 0;
   int64_t done = 0;
@@ -92,17 +102,23 @@ STEP_INLINE void multiply_beside(CacheAhead& ahead, const Run<P>& panel, int64_t
     Run<P>& run = runs[num_runs++];
     run = {panel.a + done * P::GROUP, panel.b0 + done * b_step, panel.b1 + done * b_step, panel.steps - done, {}};
     const char* memory = reinterpret_cast<const char*>(run.b0);  // nothing left to fetch: what is at hand
-    if (num_runs < MAX_RUNS && !ahead.empty()) {
+    if (num_runs < MAX_RUNS && (first.num_bytes || !ahead.empty())) {
       int64_t num_bytes = run.steps * step_bytes;
-      memory = ahead.take(&num_bytes);
+      if (first.num_bytes) {
+        memory = first.memory;
+        if (num_bytes > first.num_bytes) num_bytes = first.num_bytes;
+        first.num_bytes = 0;
+      } else {
+        memory = ahead.take(&num_bytes);
+      }
       const int64_t steps = step::round_up((num_bytes + step_bytes - 1) / step_bytes, P::STEPS);
       if (steps < run.steps) run.steps = steps;
     }
     run.ahead[0] = memory;
-    run.ahead[1] = memory + step_bytes / 2;
+    run.ahead[1] = memory + LINE_BYTES;
     done += run.steps;
   }
-  multiply_rows<P, 2>(rows)(runs, num_runs, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
+  multiply_rows<P, LINES>(rows)(runs, num_runs, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
 }
 
 // A panel, and the rows it is multiplied by.
@@ -115,18 +131,24 @@ struct PanelUnit {
 struct Pass {
   int64_t index, count;
   int rows;
-  bool fetches_next;  // a half of the panel that follows
+  bool fetches_next;  // a part of the panel that follows
 };
 
-// The half of the next panel that a pass fetches.
-STEP_INLINE const char* half_of_next(const step::Linear& matrix, const char* panel, const Pass& pass) {
-  return panel + matrix.panel_bytes * (2 + pass.index) / 2;
+// What a pass fetches of the panel behind `panel`: the first one a line a step, the second one the rest.
+template <class P>
+STEP_INLINE Span share_of_next(const step::Linear& matrix, const char* panel, const Pass& pass) {
+  if (!pass.fetches_next) return {panel, 0};
+  const int64_t lines = matrix.num_inputs / P::GROUP * LINE_BYTES;
+  const int64_t first = lines < matrix.panel_bytes ? lines : matrix.panel_bytes;
+  const char* next = panel + matrix.panel_bytes;
+  return pass.index == 0 ? Span{next, first} : Span{next + first, matrix.panel_bytes - first};
 }
 
 // Multiplies a block of rows by a plain panel at `weights` into `sums`, and fetches weights of the panel behind it,
 // which is `panel` in the matrix. A few rows are done in one pass, as fast as memory gives: fetch a little ahead. More
-// rows are done in several passes and memory would idle in all but the first: fetch the next panel by halves in the
-// first two, and keys and values in the others.
+// rows are done in several passes and memory would idle in all but the first: fetch the next panel in the first two,
+// then keys and values. A line a step spreads this evenly: memory keeps pace and the multiplier does not wait. Two
+// passes alone would fetch too little that way.
 template <class P>
 STEP_INLINE void multiply_block(CacheAhead& ahead, const step::Linear& matrix, const char* panel, Run<P> run,
                                 int64_t stride, const Pass& pass, float* sums) {
@@ -136,12 +158,9 @@ STEP_INLINE void multiply_block(CacheAhead& ahead, const step::Linear& matrix, c
     run.ahead[0] = reinterpret_cast<const char*>(run.b0) + prefetch_bytes<P>(pass.rows);
     run.ahead[1] = run.ahead[0] + step_bytes / 2;
     multiply_rows<P, 2>(pass.rows)(&run, 1, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
-  } else if (pass.fetches_next) {
-    run.ahead[0] = half_of_next(matrix, panel, pass);
-    const int64_t per_step = matrix.panel_bytes / 2 / run.steps;
-    multiply_rows<P, 1>(pass.rows)(&run, 1, stride, b_step, per_step, sums, 2 * P::WIDTH);
-  } else if (!ahead.empty()) {
-    multiply_beside<P>(ahead, run, stride, pass.rows, sums);
+  } else if (pass.fetches_next || !ahead.empty()) {
+    const Span weights = share_of_next<P>(matrix, panel, pass);
+    (pass.count == 2 ? multiply_beside<P, 2> : multiply_beside<P, 1>)(ahead, weights, run, stride, pass.rows, sums);
   } else {
     multiply_rows<P, 0>(pass.rows)(&run, 1, stride, b_step, 0, sums, 2 * P::WIDTH);
   }
@@ -160,8 +179,7 @@ STEP_INLINE void multiply_coded_block(PanelRoom& room, const step::Linear& matri
     return;
   }
   room.panel = panel;
-  const int64_t per_line = matrix.panel_bytes / (matrix.num_inputs / P::GROUP) / 2;
-  const FetchAhead ahead = {pass.fetches_next ? half_of_next(matrix, panel, pass) : panel, per_line};
+  const FetchAhead ahead = {pass.fetches_next ? panel + matrix.panel_bytes : panel, LINE_BYTES};
   multiply_coded_rows<P, 2, true>(pass.rows)(panel, matrix.num_inputs, input, stride, ahead, plain, sums);
 }
 
