@@ -133,7 +133,9 @@ void cap_scores(const Part<P>& part, int num_queries, float cap, float* scores) 
 // v, but `rest` in the lanes of a row's tile i that lie outside `oldest` .. `visible`.
 template <class P, class F>
 STEP_INLINE F seen_lanes(const Part<P>& part, int i, int lane, int64_t oldest, int64_t visible, F v, F rest) {
-  v = P::first(tokens_seen(part, i, visible) - lane, v, rest);
+  const int count = tokens_seen(part, i, visible);
+  if (count == step::TILE_TOKENS && oldest <= part.position[i]) return v;
+  v = P::first(count - lane, v, rest);
   if (oldest > part.position[i]) v = P::first(tokens_seen(part, i, oldest) - lane, rest, v);
   return v;
 }
