@@ -32,7 +32,7 @@ _COMMON_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"),
 )
-_AVX2 = ("-mavx2", "-mfma")
+_AVX2 = ("-mavx2", "-mfma", "-mprfchw")  # CPUs without prefetchw take it for a no-op
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
 _FLAGS_OF: dict[str, tuple[str, ...]] = {"isa_avx2.cpp": _AVX2, "isa_avx512.cpp": _AVX512, "isa_amx.cpp": _AVX512}
 _TILE_FLAGS = ("-mamx-tile", "-mamx-bf16")

@@ -55,6 +55,16 @@ class Step {
 
   static Activation* as_input(char* memory) { return reinterpret_cast<Activation*>(memory); }
 
+  // Float32 results, a row of `columns`.
+  static Target sums_at(float* memory, int64_t columns) {
+    return {reinterpret_cast<char*>(memory), columns * int64_t(sizeof *memory), 2 * P::WIDTH * sizeof *memory};
+  }
+
+  // Inputs of the next matrix, a row of `columns`; a panel gives one vector of them.
+  static Target inputs_at(char* memory, int64_t columns) {
+    return {memory, columns * int64_t(sizeof(Activation)), P::WIDTH * sizeof(Activation)};
+  }
+
   template <class Work>
   void rows(step::Phase phase, int64_t num_rows, Work work) {
     share(thread, phase, (num_rows + ROW_UNIT - 1) / ROW_UNIT, [&](int64_t unit) {
@@ -73,7 +83,7 @@ class Step {
 
   void add_to_residual(step::Phase phase, const step::Linear& matrix, char* input, int64_t stride) {
     if (m.dims.post_norms) {
-      linear<P>(thread, phase, matrix, as_input(input), stride, num_tokens,
+      linear<P>(thread, phase, matrix, as_input(input), stride, num_tokens, sums_at(m.branch, m.padded_hidden),
                 [&](int64_t row, int64_t panel, auto a, auto b) {
                   float* x = m.branch + row * m.padded_hidden + panel * 2 * P::WIDTH;
                   P::store(x, a);
@@ -81,7 +91,7 @@ class Step {
                 });
       return;
     }
-    linear<P>(thread, phase, matrix, as_input(input), stride, num_tokens,
+    linear<P>(thread, phase, matrix, as_input(input), stride, num_tokens, sums_at(m.residual, m.padded_hidden),
               [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* x = m.residual + row * m.padded_hidden + panel * 2 * P::WIDTH;
                 P::store(x, P::add(P::load(x), a));
@@ -94,7 +104,7 @@ class Step {
     const int64_t columns = m.query_columns + 2 * m.kv_columns;
     if (layer) norm_all(m.layers[layer - 1].post_mlp_norm, weights.attention_norm);
     linear<P>(thread, step::PHASE_QKV, weights.qkv, as_input(m.normed), m.padded_hidden, num_tokens,
-              [&](int64_t row, int64_t panel, auto a, auto b) {
+              sums_at(m.qkv, columns), [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* out = m.qkv + row * columns + panel * 2 * P::WIDTH;
                 P::store(out, a);
                 P::store(out + P::WIDTH, b);
@@ -156,7 +166,7 @@ class Step {
     }
     const bool gelu = m.dims.gelu;
     linear<P>(thread, step::PHASE_GATE_UP, weights.gate_up, as_input(m.normed), m.padded_hidden, num_tokens,
-              [&](int64_t row, int64_t panel, auto gate, auto up) {
+              inputs_at(m.inner, m.padded_inner), [&](int64_t row, int64_t panel, auto gate, auto up) {
                 P::store_activation(as_input(m.inner) + row * m.padded_inner + panel * P::WIDTH,
                                     gated<P>(gate, up, gelu));
               });
@@ -167,7 +177,7 @@ class Step {
     step::Routing& r = m.routing;
     const int64_t entries = int64_t(num_tokens) * m.dims.experts_per_token;
     linear<P>(thread, step::PHASE_ROUTE, weights.router, as_input(m.normed), m.padded_hidden, num_tokens,
-              [&](int64_t row, int64_t panel, auto a, auto b) {
+              sums_at(r.logits, m.padded_experts), [&](int64_t row, int64_t panel, auto a, auto b) {
                 float* out = r.logits + row * m.padded_experts + panel * 2 * P::WIDTH;
                 P::store(out, a);
                 P::store(out + P::WIDTH, b);
@@ -177,12 +187,13 @@ class Step {
     rows(step::PHASE_ROUTE, entries, [&](int64_t entry) { gather_input<P>(m, entry); });
     const bool gelu = m.dims.gelu;
     expert_linear<P>(thread, step::PHASE_GATE_UP, m, weights, &step::Expert::gate_up, as_input(r.inputs),
-                     m.padded_hidden, [&](int64_t entry, int64_t panel, auto gate, auto up) {
+                     m.padded_hidden, inputs_at(m.inner, m.padded_expert),
+                     [&](int64_t entry, int64_t panel, auto gate, auto up) {
                        P::store_activation(as_input(m.inner) + entry * m.padded_expert + panel * P::WIDTH,
                                            gated<P>(gate, up, gelu));
                      });
     expert_linear<P>(thread, step::PHASE_DOWN, m, weights, &step::Expert::down, as_input(m.inner), m.padded_expert,
-                     [&](int64_t entry, int64_t panel, auto a, auto b) {
+                     sums_at(r.results, m.padded_hidden), [&](int64_t entry, int64_t panel, auto a, auto b) {
                        float* out = r.results + entry * m.padded_hidden + panel * 2 * P::WIDTH;
                        P::store(out, a);
                        P::store(out + P::WIDTH, b);
@@ -202,7 +213,7 @@ class Step {
       }
     });
     linear<P>(thread, step::PHASE_HEAD, m.head, as_input(m.normed), m.padded_hidden, batch.num_logits,
-              [&](int64_t row, int64_t panel, auto a, auto b) {
+              sums_at(batch.logits, m.dims.vocab_size), [&](int64_t row, int64_t panel, auto a, auto b) {
                 if (m.dims.logit_cap > 0) a = softcap<P>(a, m.dims.logit_cap), b = softcap<P>(b, m.dims.logit_cap);
                 if (batch.logits) store_logits(row, panel, a, b);
                 keep_best(panel, a, b, best + row, best_ids + row);

@@ -127,6 +127,22 @@ struct PanelUnit {
   bool last_rows;  // no other unit follows on this panel
 };
 
+// Where the results of a matrix go: what a row has of a panel begins at memory + row * row_bytes + panel * panel_bytes.
+struct Target {
+  char* memory;  // null: nobody keeps them
+  int64_t row_bytes, panel_bytes;
+};
+
+// Asks for the lines that results of the rows `begin` .. `end` go to, to write them. Most often another core or a farther
+// cache has them, and stores would wait for them one after the other.
+STEP_INLINE void claim_target(const Target& target, const PanelUnit& unit, int64_t begin, int64_t end) {
+  if (!target.memory) return;
+  for (int64_t row = begin; row < end; row++) {
+    char* results = target.memory + row * target.row_bytes + unit.panel * target.panel_bytes;
+    for (int64_t i = 0; i < target.panel_bytes; i += LINE_BYTES) __builtin_prefetch(results + i, 1, 3);
+  }
+}
+
 // A pass of a unit: a block of its rows by the whole panel.
 struct Pass {
   int64_t index, count;
@@ -187,7 +203,7 @@ STEP_INLINE void multiply_coded_block(PanelRoom& room, const step::Linear& matri
 template <class P>
 STEP_INLINE void multiply_unit(const Thread& thread, const step::Linear& matrix,
                                const typename P::Activation* input, int64_t stride, const PanelUnit& unit,
-                               float* sums) {
+                               const Target& target, float* sums) {
   const char* panel = matrix.weights + unit.panel * matrix.panel_bytes;
   const int64_t count = unit.end - unit.begin, passes = (count + P::ROWS - 1) / P::ROWS;
   const bool coded = P::CODED && matrix.coded;
@@ -196,6 +212,7 @@ STEP_INLINE void multiply_unit(const Thread& thread, const step::Linear& matrix,
     const Pass pass = {index, passes, static_cast<int>(next - first), unit.last_rows && index < 2};
     const auto* left = input + (unit.begin + first) * stride;
     float* out = sums + first * 2 * P::WIDTH;
+    claim_target(target, unit, unit.begin + first, unit.begin + next);
     if constexpr (P::CODED)
       if (coded && (passes == 1 || thread.room->panel != panel)) {
         multiply_coded_block<P>(*thread.room, matrix, panel, left, stride, pass, out);
@@ -222,10 +239,11 @@ STEP_INLINE void finish_unit(const step::Linear& matrix, const PanelUnit& unit, 
   }
 }
 
-// Calls finish(row, panel, first vector, second vector) for every row and panel.
+// Calls finish(row, panel, first vector, second vector) for every row and panel; it stores in `target`.
 template <class P, class Finish>
 void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
-            const typename P::Activation* input, int64_t stride, int64_t num_rows, Finish finish) {
+            const typename P::Activation* input, int64_t stride, int64_t num_rows, const Target& target,
+            Finish finish) {
   const int64_t row_units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
   alignas(64) float sums[UNIT_ROWS * 2 * P::WIDTH];
   // Units of a panel are neighbours: a thread's next unit finds the panel in its cache.
@@ -235,7 +253,7 @@ void linear(const Thread& thread, step::Phase phase, const step::Linear& matrix,
   };
   share_open(
       thread, phase, matrix.num_panels * row_units,
-      [&](int64_t unit) { multiply_unit<P>(thread, matrix, input, stride, unit_of(unit), sums); },
+      [&](int64_t unit) { multiply_unit<P>(thread, matrix, input, stride, unit_of(unit), target, sums); },
       [&](int64_t unit) { finish_unit<P>(matrix, unit_of(unit), sums, finish); });
 }
 

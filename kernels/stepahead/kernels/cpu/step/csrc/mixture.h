@@ -77,7 +77,7 @@ void gather_input(step::Model& m, int64_t entry) {
 template <class P, class Finish>
 void expert_linear(const Thread& thread, step::Phase phase, const step::Model& m, const step::Layer& layer,
                    step::Linear step::Expert::*which, const typename P::Activation* input, int64_t stride,
-                   Finish finish) {
+                   const Target& target, Finish finish) {
   const step::Routing& r = m.routing;
   const int64_t num_panels = (layer.experts[0].*which).num_panels;
   share(thread, phase, r.first_row_unit[m.dims.num_experts] * num_panels, [&](int64_t unit) {
@@ -96,7 +96,7 @@ void expert_linear(const Thread& thread, step::Phase phase, const step::Model& m
     const PanelUnit rows = {inside / row_units, first + num_rows * part / row_units,
                             first + num_rows * (part + 1) / row_units, part == row_units - 1};
     alignas(64) float sums[UNIT_ROWS * 2 * P::WIDTH];
-    multiply_unit<P>(thread, matrix, input, stride, rows, sums);
+    multiply_unit<P>(thread, matrix, input, stride, rows, target, sums);
     finish_unit<P>(matrix, rows, sums, finish);
   });
 }
