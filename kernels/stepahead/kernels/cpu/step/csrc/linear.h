@@ -22,6 +22,10 @@ STEP_INLINE constexpr int coded_prefetch_bytes(int rows) { return rows == 1 ? 30
 
 static constexpr int64_t LINE_BYTES = 64;
 
+// What a pass fetches a step: as much as a vector of weights, a line with AVX512. Narrow vectors take their steps faster.
+template <class P>
+static constexpr int64_t FETCH_BYTES = P::WIDTH * P::GROUP * sizeof(typename P::Weight);
+
 // A thread's memory for one decoded panel, and which panel that is.
 struct PanelRoom {
   char* memory;
@@ -87,14 +91,14 @@ struct Span {
   int64_t num_bytes;
 };
 
-// Multiplies a block of rows by a panel and fetches `first` on the way, then keys and values, LINES cache lines a step:
+// Multiplies a block of rows by a panel and fetches `first` on the way, then keys and values, in LINES places a step:
 // the panel is cut into runs, each beside one run of theirs, and a little of what lies behind it where the cut must wait
 // for a whole instruction.
 template <class P, int LINES>
 STEP_INLINE void multiply_beside(CacheAhead& ahead, Span first, const Run<P>& panel, int64_t stride, int rows,
                                  float* sums) {
   constexpr int MAX_RUNS = 24;
-  constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP, step_bytes = LINES * LINE_BYTES;
+  constexpr int64_t b_step = 2 * P::WIDTH * P::GROUP, step_bytes = LINES * FETCH_BYTES<P>;
   Run<P> runs[MAX_RUNS];
   int num_runs = 0;
   int64_t done = 0;
@@ -115,7 +119,7 @@ STEP_INLINE void multiply_beside(CacheAhead& ahead, Span first, const Run<P>& pa
       if (steps < run.steps) run.steps = steps;
     }
     run.ahead[0] = memory;
-    run.ahead[1] = memory + LINE_BYTES;
+    run.ahead[1] = memory + FETCH_BYTES<P>;
     done += run.steps;
   }
   multiply_rows<P, LINES>(rows)(runs, num_runs, stride, b_step, step_bytes, sums, 2 * P::WIDTH);
@@ -150,12 +154,11 @@ struct Pass {
   bool fetches_next;  // a part of the panel that follows
 };
 
-// What a pass fetches of the panel behind `panel`: the first one a line a step, the second one the rest.
+// What a pass fetches of the panel behind `panel`: the first one FETCH_BYTES a step, the second one the rest.
 template <class P>
 STEP_INLINE Span share_of_next(const step::Linear& matrix, const char* panel, const Pass& pass) {
   if (!pass.fetches_next) return {panel, 0};
-  const int64_t lines = matrix.num_inputs / P::GROUP * LINE_BYTES;
-  const int64_t first = lines < matrix.panel_bytes ? lines : matrix.panel_bytes;
+  const int64_t first = matrix.num_inputs / P::GROUP * FETCH_BYTES<P>;
   const char* next = panel + matrix.panel_bytes;
   return pass.index == 0 ? Span{next, first} : Span{next + first, matrix.panel_bytes - first};
 }
@@ -163,7 +166,7 @@ STEP_INLINE Span share_of_next(const step::Linear& matrix, const char* panel, co
 // Multiplies a block of rows by a plain panel at `weights` into `sums`, and fetches weights of the panel behind it,
 // which is `panel` in the matrix. A few rows are done in one pass, as fast as memory gives: fetch a little ahead. More
 // rows are done in several passes and memory would idle in all but the first: fetch the next panel in the first two,
-// then keys and values. A line a step spreads this evenly: memory keeps pace and the multiplier does not wait. Two
+// then keys and values. FETCH_BYTES a step spread this evenly: memory keeps pace and the multiplier does not wait. Two
 // passes alone would fetch too little that way.
 template <class P>
 STEP_INLINE void multiply_block(CacheAhead& ahead, const step::Linear& matrix, const char* panel, Run<P> run,
