@@ -41,6 +41,13 @@ class PollerCompletionQueue:
         self.completed = []
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop run until the condition holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 def test_all_wake_ups_that_wait_are_one() -> None:
     queue = PollerCompletionQueue()
 
@@ -49,10 +56,10 @@ def test_all_wake_ups_that_wait_are_one() -> None:
         loop.add_reader(queue.read_socket, functools.partial(queue.handle_events, loop))
         for operation in range(NUM_WAKE_UPS):
             queue.complete(operation)
-        await asyncio.sleep(0.001)
+        await until(lambda: len(queue.handed_out) > 0)
         assert queue.handed_out == [list(range(NUM_WAKE_UPS))]
         queue.complete(NUM_WAKE_UPS)
-        await asyncio.sleep(0.001)
+        await until(lambda: len(queue.handed_out) > 1)
         assert queue.handed_out[1:] == [[NUM_WAKE_UPS]], "and the next one is not lost"
         loop.remove_reader(queue.read_socket)
 
@@ -80,7 +87,7 @@ def test_other_readers_are_left_alone() -> None:
         with reader, writer:
             loop.add_reader(reader, lambda: seen.append(reader.recv(1)))
             writer.send(b"abc")
-            await asyncio.sleep(0.001)
+            await until(lambda: len(seen) == 3)
             loop.remove_reader(reader)
 
     with asyncio.Runner(loop_factory=CalmLoop) as runner:
