@@ -217,9 +217,15 @@ class NothingAllowed(ApiError):
         )
 
 
-async def abort(context: grpc.aio.ServicerContext[object, object], error: ApiError) -> NoReturn:
-    """Ends an RPC with the error's status and details. Never returns."""
-    status = rpc_status.to_status(error.to_status())  # pyright: ignore[reportUnknownMemberType]
+async def abort(context: grpc.aio.ServicerContext[object, object], failure: list[ApiError]) -> NoReturn:
+    """Ends an RPC with an error's status and details. Never returns.
+
+    Args:
+        context: of the RPC.
+        failure: the error alone, and empty afterwards: grpcio keeps its own exception in a cycle with the frames it
+            came through, so what they know would only go with the collector's next look at everything.
+    """
+    status = rpc_status.to_status(failure.pop().to_status())  # pyright: ignore[reportUnknownMemberType]
     # `abort_with_status` of asyncio servers raises; trailing metadata carries the details.
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("abort returned")

@@ -259,8 +259,11 @@ class FrontEnd:
             self._forget(name)
 
     def _forget(self, name: Name) -> None:
-        if self.live.pop(name, None) is None:
+        live = self.live.pop(name, None)
+        if live is None:
             return
+        if live.is_over:
+            live.part()
         leaving = self._leaving.pop(name, None)
         if leaving is not None:
             leaving.cancel()

@@ -24,13 +24,16 @@ async def guarded(context: Context, handler: Awaitable[ResultT]) -> ResultT:
     A CancelledError passes: then the client is gone and nobody reads a status. grpcio would send any other
     exception to the client as UNKNOWN with its text.
     """
+    failure: list[ApiError] = []
     try:
         return await handler
     except ApiError as error:
-        await abort(context, error)
+        failure.append(error)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception as error:
         incident = incident_id()
         log.error("rpc failed", incident=incident, exc_info=error)
-        await abort(context, InternalError(incident))
+        failure.append(InternalError(incident))
+    # Not in the handlers above: the error would be the context of grpcio's.
+    return await abort(context, failure)

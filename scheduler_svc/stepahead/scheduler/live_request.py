@@ -53,6 +53,7 @@ class Choice:
     index: int
     log: OutputLog
     live: LiveRequest = field(init=False, repr=False)
+    """Not of a request that is forgotten: see `LiveRequest.part`."""
     finished: Finished | None = None
     window_replays: int = 0
     """Times its sliding windows alone were computed again."""
@@ -112,6 +113,14 @@ class LiveRequest:
     def __post_init__(self) -> None:
         for choice in self.choices:
             choice.live = self
+
+    def part(self) -> None:
+        """Takes the request out of its choices once it has ended and nobody can find it: no cycle is left.
+
+        Memory would have to wait for the collector otherwise, which seldom looks at what has lived for long.
+        """
+        for choice in self.choices:
+            del choice.live
 
     @property
     def key(self) -> RequestKey:

@@ -232,7 +232,7 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
         request: operations_pb2.CordonWorkerRequest,
         context: grpc.aio.ServicerContext[operations_pb2.CordonWorkerRequest, operations_pb2.CordonWorkerResponse],
     ) -> operations_pb2.CordonWorkerResponse:
-        await abort(cast(Context, context), NotServed("CordonWorker is not served yet"))
+        await abort(cast(Context, context), [NotServed("CordonWorker is not served yet")])
 
     @override
     async def UncordonWorker(
@@ -242,4 +242,4 @@ class OperationsService(operations_pb2_grpc.OperationsServiceServicer):
             operations_pb2.UncordonWorkerRequest, operations_pb2.UncordonWorkerResponse
         ],
     ) -> operations_pb2.UncordonWorkerResponse:
-        await abort(cast(Context, context), NotServed("UncordonWorker is not served yet"))
+        await abort(cast(Context, context), [NotServed("UncordonWorker is not served yet")])

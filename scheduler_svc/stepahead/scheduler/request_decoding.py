@@ -62,7 +62,7 @@ class RequestDecoding(grpc.aio.ServerInterceptor):
 def _refusing(behavior: Callable[[object, Any], Awaitable[object]]) -> Any:  # noqa: ANN401 - as grpc has it
     async def refuse_or_handle(request: object, context: Any) -> object:  # noqa: ANN401
         if isinstance(request, Undecodable):
-            await abort(context, request.error())
+            await abort(context, [request.error()])
         return await behavior(request, context)
 
     return refuse_or_handle

@@ -85,7 +85,7 @@ class LaneRows:
             return
         indexes: list[int] = []
         for index, choice in enumerate(self.choices):
-            if choice is None or choice.log.has_text or not choice.live.has_spoken:
+            if choice is None or choice.finished is not None or choice.log.has_text or not choice.live.has_spoken:
                 continue
             readers = choice.live.subscriptions
             if len(readers) == 1 and readers[0] in caught_up:

@@ -52,6 +52,8 @@ class StreamRows:
         taken, self.taken = self.taken, []
         for row in taken:
             row.is_taken = False
+            if row.choice.finished is not None:
+                continue
             for subscription in row.choice.live.subscriptions:
                 request_turn(subscription.writer)
         if len(self.columns) == MAX_COLUMNS:
@@ -69,6 +71,7 @@ class StreamRows:
         """The lane's rows have changed."""
         for row in list(self.members.values()):
             row.dissolve()
+        self.taken = []  # rows know these rows: no cycle is left
 
 
 class StreamRow:
