@@ -44,7 +44,9 @@ class PollerCompletionQueue:
 async def until(condition: Callable[[], bool]) -> None:
     """Lets the loop run until the condition holds."""
     async with asyncio.timeout(30):
-        while not condition():
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0)
 
 
