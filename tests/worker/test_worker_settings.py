@@ -64,6 +64,7 @@ def test_defaults() -> None:
         ("--resume-grace", "STEPAHEAD_RESUME_GRACE", "0.5", "resume_grace_ns", 500_000_000),
         ("--threads", "STEPAHEAD_THREADS", "3", "threads", 3),
         ("--tensor-parallel-size", "STEPAHEAD_TENSOR_PARALLEL_SIZE", "2", "tensor_parallel_size", 2),
+        ("--pin-threads", "STEPAHEAD_PIN_THREADS", None, "pin_threads", True),
         ("--announce-fd", "STEPAHEAD_ANNOUNCE_FD", "4", "announce_fd", 4),
         ("--device", "STEPAHEAD_DEVICE", "cuda:3", "device", "cuda:3"),
         ("--cuda-graphs", "STEPAHEAD_CUDA_GRAPHS", "off", "cuda_graphs", False),
@@ -71,10 +72,10 @@ def test_defaults() -> None:
     ],
 )
 def test_every_flag_is_an_environment_variable_too(
-    flag: str, variable: str, value: str, field: str, expected: object
+    flag: str, variable: str, value: str | None, field: str, expected: object
 ) -> None:
-    assert getattr(parse(flag, value), field) == expected
-    assert getattr(parse(env={variable: value}), field) == expected
+    assert getattr(parse(flag) if value is None else parse(flag, value), field) == expected
+    assert getattr(parse(env={variable: value or "1"}), field) == expected
 
 
 def test_a_gpu_is_asked_for_by_name() -> None:
@@ -100,6 +101,9 @@ def test_a_gpu_is_asked_for_by_name() -> None:
         (("--tensor-parallel-size", "2", "--model", "toy:sleep"), ("--tensor-parallel-size", "--model toy:sleep")),
         (("--device", "cuda", "--model", "toy:sleep"), ("--device", "--model toy:sleep")),
         (("--dtype", "float16"), ("--dtype", "--device")),
+        (("--pin-threads", "--device", "cuda"), ("--pin-threads", "--device cuda")),
+        (("--pin-threads", "--tensor-parallel-size", "2"), ("--pin-threads", "--tensor-parallel-size 2")),
+        (("--pin-threads", "--model", "toy:sleep"), ("--pin-threads", "--model toy:sleep")),
         (("--max-num-seqs", "600"), ("--max-num-seqs", "--max-num-batched-tokens 512")),
     ],
 )

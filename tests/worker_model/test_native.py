@@ -1,6 +1,7 @@
 """The compiled step against `transformers` in float32, and bit by bit against itself."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stepahead.kernels.cpu.step import decoder_step
 from stepahead.kernels.cpu.step.build import BuildUnavailable
 from stepahead.kernels.cpu.step.library import InstructionSet
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model import cpu_runner, native_engine
 from stepahead.worker.model.registry import KERNELS_ENV, make_runner
 from stepahead.worker.runner import CacheShape
@@ -237,6 +238,23 @@ def test_the_environment_chooses_the_kernels(tiny, monkeypatch):
         monkeypatch.setenv(KERNELS_ENV, missing.name.lower())
         with pytest.raises(ModelError, match=f"this CPU or the compiled library has no {missing.name}"):
             make_runner(path, threads=1).load(lambda *call: None)
+
+
+@needs_native
+def test_threads_are_tied_to_cores_if_asked(tiny):
+    path, cores = str(tiny("llama-mha").path), os.sched_getaffinity(0)
+    before = set(os.listdir("/proc/self/task"))
+    runner = make_runner(path, threads=len(cores), pin_threads=True)
+    with structlog.testing.capture_logs() as logs:
+        runner.load(lambda *call: None)
+    assert logs[-1]["pinned"]
+    own = [os.sched_getaffinity(int(task)) for task in set(os.listdir("/proc/self/task")) - before]
+    assert [core for core in sorted(cores) if {core} in own] == sorted(cores)
+    assert os.sched_getaffinity(0) == cores, "the caller's own is left alone"
+    with pytest.raises(OptionRefused, match=r"--pin-threads: .* --threads are 77 and this process may use"):
+        make_runner(path, threads=77, pin_threads=True)
+    with pytest.raises(ModelError, match="--pin-threads needs the native CPU kernels"):
+        make_runner(path, kernels="torch", pin_threads=True).load(lambda *call: None)
 
 
 @pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])

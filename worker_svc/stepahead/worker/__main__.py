@@ -301,6 +301,7 @@ def _make_runner(settings: WorkerSettings, place: RankPlace | None) -> Runner:
             settings.model,
             dtype=settings.dtype,
             threads=threads,
+            pin_threads=settings.pin_threads,
             place=place,
             max_model_len=settings.max_model_len,
         )

@@ -51,6 +51,7 @@ class WorkerSettings:
     cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
     deterministic: bool = False
+    pin_threads: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -233,6 +234,11 @@ _OPTIONS = (
         help="Compute threads of each process; default: the machine's cores, shared.",
     ),
     click.option(
+        "--pin-threads",
+        is_flag=True,
+        help="Tie each compute thread to a core, on a CPU whose cores nothing else uses.",
+    ),
+    click.option(
         "--resume-grace",
         type=Seconds(most=3600.0),
         default=10.0,
@@ -305,6 +311,15 @@ def _refuse_conflicts(settings: WorkerSettings) -> None:
             f"--tensor-parallel-size {num_ranks}: --model {settings.model} computes on one rank",
         ),
         (is_toy and not on_cpu, f"--device {settings.device}: --model {settings.model} computes on the CPU"),
+        (
+            settings.pin_threads and not on_cpu,
+            f"--pin-threads: --device {settings.device} has no compute threads of this process",
+        ),
+        (
+            settings.pin_threads and num_ranks > 1,
+            f"--pin-threads: the processes of --tensor-parallel-size {num_ranks} would take the same cores",
+        ),
+        (settings.pin_threads and is_toy, f"--pin-threads: --model {settings.model} has no compute threads"),
         (on_cpu and settings.dtype == "float16", "--dtype float16 needs a GPU: --device cuda"),
         (
             settings.max_num_batched_tokens < settings.max_num_seqs,

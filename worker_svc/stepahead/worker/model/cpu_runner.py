@@ -26,7 +26,7 @@ from stepahead.kernels.cpu.step.library import InstructionSet
 from stepahead.kernels.cpu.step.step_chain import PlannedStep
 from stepahead.kernels.reference.logprobs import LogprobEntries
 from stepahead.worker.cache_sizing import refuse_longer
-from stepahead.worker.errors import ModelError
+from stepahead.worker.errors import ModelError, OptionRefused
 from stepahead.worker.model.cells import ResolvedStep
 from stepahead.worker.model.chained_steps import ChainedSteps, greedy_samples, step_layout, times_of
 from stepahead.worker.model.checkpoint import Checkpoint, open_checkpoint
@@ -77,8 +77,9 @@ class CpuRunner(HostRunner):
         place: RankPlace | None = None,
         *,
         max_model_len: int | None = None,
+        pin_threads: bool = False,
     ) -> None:
-        """Takes what `registry.make_runner` takes; nothing is read before `load`."""
+        """Takes what `registry.make_runner` takes, and raises what it raises; nothing is read before `load`."""
         super().__init__()
         if dtype not in (*DTYPES, "auto"):
             raise ModelError(f"dtype {dtype!r} is not supported; supported are auto, {', '.join(DTYPES)}")
@@ -87,7 +88,14 @@ class CpuRunner(HostRunner):
         self._spec = spec
         self._dtype = dtype
         self._kernels = kernels
-        self._threads = threads or min(len(os.sched_getaffinity(0)), MAX_THREADS)
+        num_cores = len(os.sched_getaffinity(0))
+        self._threads = threads or min(num_cores, MAX_THREADS)
+        if pin_threads and self._threads != num_cores:
+            raise OptionRefused(
+                f"--pin-threads: a thread for each core is needed; --threads are {self._threads} and this process "
+                f"may use {num_cores} cores"
+            )
+        self._pin_threads = pin_threads
         self._place = place
         self._max_model_len = max_model_len
         self._leader: LeaderEngine | None = None
@@ -122,6 +130,7 @@ class CpuRunner(HostRunner):
             dtype=dtype,
             kernels=engine.name,
             threads=self._threads,
+            pinned=self._pin_threads,
             bytes=facts.weight_bytes,
             stored_bytes=engine.stored_bytes,
         )
@@ -144,10 +153,14 @@ class CpuRunner(HostRunner):
             if isa is not None:
                 for path in left_out_paths():
                     _log.warning("native_path_left_out", path=path, reason="the library's compiler did not know it")
-                return NativeEngine(config, weights, DTYPES[dtype], isa, self._threads, report)
+                return NativeEngine(
+                    config, weights, DTYPES[dtype], isa, self._threads, report, pin_threads=self._pin_threads
+                )
             if self._kernels != "auto":
                 raise ModelError(f"the native CPU kernels are not available: {reason}")
             _log.warning("native_kernels_unavailable", reason=reason, fallback="torch")
+        if self._pin_threads:
+            raise ModelError("--pin-threads needs the native CPU kernels: torch's threads are its own")
 
         def load(ranks: Communicator = ALONE) -> TorchEngine:
             return TorchEngine(config, weights, DTYPES[dtype], self._threads, report, ranks)

@@ -150,10 +150,12 @@ def _has_bias(config: ModelConfig, kind: TensorKind) -> bool:
     return config.output_bias if kind == TensorKind.OUTPUT else config.qkv_bias
 
 
-def _open_step(shape: StepShape, dtype: torch.dtype, isa: InstructionSet, num_threads: int) -> DecoderStep:
+def _open_step(
+    shape: StepShape, dtype: torch.dtype, isa: InstructionSet, num_threads: int, *, pin_threads: bool
+) -> DecoderStep:
     """Raises ModelError for sizes or threads that the library does not compute with, MemoryError without memory."""
     try:
-        return DecoderStep(shape, dtype, isa, num_threads)
+        return DecoderStep(shape, dtype, isa, num_threads, pin_threads=pin_threads)
     except ValueError as error:
         raise ModelError(f"the model cannot be computed: {error}") from error
 
@@ -169,6 +171,8 @@ class NativeEngine:
         isa: InstructionSet,
         num_threads: int,
         progress: Callable[[int, int], None],
+        *,
+        pin_threads: bool = False,
     ) -> None:
         """Reads and packs the weights, one tensor at a time.
 
@@ -180,7 +184,7 @@ class NativeEngine:
         self.name = f"native {isa.name.lower()}"
         shape = step_shape(config, dtype)
         with refused_without_memory("the model", weight_bytes_of(source, dtype), weight_remedy(dtype)):
-            self.step = _open_step(shape, dtype, isa, num_threads)
+            self.step = _open_step(shape, dtype, isa, num_threads, pin_threads=pin_threads)
             reader = TensorReader(source, progress)
             for place in tensor_places(config):
                 tensor = reader.read(place.name, tensor_shape(shape, place.kind, place.layer))

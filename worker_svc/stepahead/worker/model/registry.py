@@ -39,6 +39,7 @@ def make_runner(
     *,
     dtype: str = "auto",
     threads: int | None = None,
+    pin_threads: bool = False,
     kernels: str | None = None,
     place: RankPlace | None = None,
     max_model_len: int | None = None,
@@ -49,12 +50,14 @@ def make_runner(
         spec: a directory, a FILE.gguf, a hub id, or `toy:NAME?options`.
         dtype: "auto", "bfloat16" or "float32"; toys compute in integers whatever it says.
         threads: compute threads; None: one per core this process may use.
+        pin_threads: see `DecoderStep`; only the native kernels have threads of their own.
         kernels: one of `cpu_runner.KERNELS`, "auto" or else; None: what STEPAHEAD_CPU_KERNELS says, or "auto".
         place: of rank 0 among several ranks; None: it is the only one.
         max_model_len: what is wanted; a model with less is refused before its weights are read.
 
     Raises:
-        OptionRefused: a toy or an option that does not exist, or a toy on several ranks.
+        OptionRefused: a toy or an option that does not exist, a toy on several ranks, or `pin_threads` with another
+            number of threads than of cores.
         ModelError: an unknown dtype or kind of kernels.
     """
     if spec.startswith(PREFIX):
@@ -67,7 +70,7 @@ def make_runner(
     from stepahead.worker.model.cpu_runner import CpuRunner  # noqa: PLC0415 - a toy needs no torch
 
     kernels = kernels or os.environ.get(KERNELS_ENV) or "auto"
-    return CpuRunner(spec, dtype, threads, kernels, place, max_model_len=max_model_len)
+    return CpuRunner(spec, dtype, threads, kernels, place, max_model_len=max_model_len, pin_threads=pin_threads)
 
 
 def make_cuda_runner(

@@ -63,8 +63,8 @@ class DecoderStep:
             dtype: of weights and KV cache, torch.bfloat16 or torch.float32. Sums and the residual are float32.
             isa: one of `instruction_sets()`.
             num_threads: 1 .. 256; they run on the cores this process may use.
-            pin_threads: ties each to a core of its own, where there are as many. Beside a busy neighbour a pinned
-                thread waits out the neighbour's time slice, a free one moves (8 rows: 44 against 31 ms).
+            pin_threads: ties each to a core of its own, where there are exactly as many. Beside a busy neighbour a
+                pinned thread waits out the neighbour's time slice, a free one moves (8 rows: 44 against 31 ms).
                 Free ones that come to share a core move apart by themselves.
             coded_weights: stores bfloat16 matrices in 12 bits per weight where the instruction set can decode them;
                 nothing is lost, every result has the same bits.
