@@ -16,6 +16,8 @@ FAULT_COUNTERS = (
     "abort", "crash", "ghost", "expired", "preemptions", "overrun_rows", "sit_outs", "skips", "holes", "nans",
     "failed_steps", "cached_blocks", "queue_full", "forks", "stop_texts", "chunks", "infeasible", "lost_sequences",
     "null_rows", "window_hits", "exact_replays", "approximate_replays", "mixed_replays",
+    "gate_masks", "gate_skips", "waits_for_gates", "late_gates", "useless_gates", "overdue_gates", "withheld_masks",
+    "gated_preemptions", "gated_losses", "forked_choices", "complete_texts", "dead_ends", "nothing_allowed",
 )  # fmt: skip
 """Every kind of trouble the world knows; over enough seeds each must have happened."""
 

@@ -3,6 +3,9 @@
 Reads and writes take place over an interval: the rows of a dispatched step run one by one at times the
 simulation picks, anywhere between dispatch and completion, in order per slot but in any order across slots. Memory
 that was given away too early therefore is read or overwritten by its old owner, and a token changes.
+
+A constrained row feeds its positions as others do; its sample waits for the gate of its step, or until the gate is
+overdue.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Slot:
     next_position: int
     num_settled: int = 0
     """Positions that layers which see everything had at admission: nobody writes them (rules H5, N6)."""
+    constrained: bool = False
     replay: tuple[int, int] | None = None
     """(start, end) of the positions that are fed again for groups with a window alone."""
     cell: tuple[int, int] | None = None
@@ -46,6 +50,21 @@ class Slot:
     """The last row came back empty: its position may be fed again."""
     lowest_lost: int | None = None
     """The first position whose row came back empty."""
+
+
+@dataclass
+class Gate:
+    """Of one step: what its constrained rows wait for."""
+
+    masks: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
+    """By slot; a row without one was told to skip."""
+    arrived: bool = False
+    overdue: bool = False
+    """It was waited for long enough: its rows sample nothing (rule I2)."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.arrived or self.overdue
 
 
 @dataclass
@@ -61,6 +80,11 @@ class Row:
     """Null: before the window of the row's first position, or before its replay."""
     replay_start: int | None = None
     """Of the replay that it belongs to."""
+    gate: Gate | None = None
+    """What its sample waits for."""
+    context: int | None = None
+    """What its next token follows from, once its positions are fed."""
+    fed: bool = False
     done: bool = False
     token: int | None = None
     fault: int = 0
@@ -70,8 +94,14 @@ class Row:
 class FakeStep:
     step_id: int
     rows: list[Row]
+    gate: Gate
     failed: bool = False
     pending: list[Row] = field(default_factory=list)
+
+    @property
+    def constrained(self) -> dict[int, Row]:
+        """By slot."""
+        return {row.slot: row for row in self.rows if row.gate is not None}
 
 
 class FakeWorker:
@@ -117,13 +147,16 @@ class FakeWorker:
         require(1 <= plan.step_id - plan.committed_through <= self.depth + 1, "B3", "window")
         self.last_accepted = plan.step_id
         self._apply_deltas(plan)
+        gate = Gate()
         rows = self._rows(plan)
+        for row in rows:
+            row.gate = gate if row.samples and row.state.constrained else None
         require(sum(r.count for r in rows) == plan.total_tokens, "M3", "total_tokens")
         require(len(rows) == plan.total_rows, "M3", "total_rows")
         require(plan.total_tokens <= self.limits.max_num_batched_tokens, "M3", "token budget")
         require(len(rows) <= self.limits.max_num_seqs, "M3", "row budget")
         require(bool(rows), "B9", "a plan without rows")
-        step = FakeStep(plan.step_id, rows, pending=list(rows))
+        step = FakeStep(plan.step_id, rows, gate, pending=list(rows))
         # A plan made without knowing of a failed step builds on positions that were never written: it fails too.
         if plan.committed_through < self.last_failed or self.rng.random() < self.rates[2]:
             step.failed, step.pending = True, []
@@ -174,6 +207,7 @@ class FakeWorker:
                 tables=tables,
                 next_position=admission.num_settled_tokens if replay is None else replay[0],
                 num_settled=admission.num_settled_tokens,
+                constrained=admission.constrained,
                 replay=replay,
                 copy=None if tail is None else (copied[tail], tail),
             )
@@ -286,20 +320,81 @@ class FakeWorker:
             self.counters["null_rows"] += num_null > 0
         return Row(slot_id, slot, start, count, samples, tables, replay_start)
 
+    # ---------------------------------------------------------------------------------------- gates
+
+    def take_gate(self, gate: worker_pb2.SampleGate) -> None:
+        """Masks for a step accepted before; they overtake whatever is queued. A second one changes nothing."""
+        require(gate.step_id <= self.last_accepted, "I3", f"a gate of step {gate.step_id}, which was not accepted")
+        step = next((step for step in self.steps if step.step_id == gate.step_id), None)
+        if step is None:
+            self.counters["late_gates"] += 1
+            return
+        rows = step.constrained
+        named = dict(zip(gate.slots, zip(gate.incarnations, gate.positions, strict=True), strict=True))
+        fed_last = {slot: (row.state.incarnation, row.start + row.count - 1) for slot, row in rows.items()}
+        require(named == fed_last, "I3", f"a gate of step {step.step_id} for {named}, its rows are {fed_last}")
+        if step.gate.is_open:
+            self.counters["late_gates"] += 1
+            return
+        step.gate.arrived = True
+        masks = iter(gate.masks)
+        for slot, verdict in zip(gate.slots, gate.verdicts, strict=True):
+            if verdict == worker_pb2.SampleGate.VERDICT_SKIP:
+                self.counters["gate_skips"] += 1
+                continue
+            require(verdict == worker_pb2.SampleGate.VERDICT_MASK, "I3", f"verdict {verdict}")
+            self.counters["gate_masks"] += 1
+            step.gate.masks[slot] = self._unpacked(next(masks))
+        require(next(masks, None) is None, "I3", "a mask for nobody")
+
+    def _unpacked(self, mask: bytes) -> frozenset[int]:
+        require(len(mask) == -(-self.vocab // 8), "I3", f"a mask of {len(mask)} bytes")
+        return frozenset(token for token in range(self.vocab) if mask[token >> 3] >> (token & 7) & 1)
+
+    @property
+    def overdue(self) -> Gate | None:
+        """The gate that holds the oldest step up, if nothing else does."""
+        step = self.steps[0] if self.steps else None
+        if step is None or step.failed or step.gate.is_open or not step.constrained:
+            return None
+        return step.gate if all(row.fed for row in step.rows) else None
+
+    def end_wait(self) -> None:
+        """The oldest step has waited for its gate for long enough."""
+        gate = self.overdue
+        assert gate is not None
+        gate.overdue = True
+
     # ---------------------------------------------------------------------------------------- device
 
     def runnable(self) -> list[Row]:
-        """Rows that may run now: the oldest unfinished row of each slot."""
+        """Rows that may run now: the oldest unfinished row of each slot, unless it waits for a gate."""
         first: dict[int, Row] = {}
         for step in self.steps:
             for row in step.rows:
                 if not row.done and not step.failed and row.slot not in first:
                     first[row.slot] = row
-        return list(first.values())
+        return [row for row in first.values() if not row.fed or row.gate is None or row.gate.is_open]
 
     def run(self, row: Row) -> None:
-        """Runs one row: reads its context, writes its KV, samples. The slot may have been released meanwhile."""
+        """Runs one row: feeds its positions, then samples. The slot may have been released meanwhile."""
+        if not row.fed:
+            self._feed(row)
+        if row.gate is not None and not row.gate.is_open:
+            self.counters["waits_for_gates"] += 1
+            return
         row.done = True
+        slot = row.state
+        if row.samples and row.context is not None:
+            self._sample(row, slot, row.context)
+        if row.samples and row.token is None:
+            slot.refeed = True
+            lost = row.start + row.count - 1
+            slot.lowest_lost = lost if slot.lowest_lost is None else min(slot.lowest_lost, lost)
+
+    def _feed(self, row: Row) -> None:
+        """Reads a row's context and writes its KV."""
+        row.fed = True
         slot = row.state
         self._copy_tail(slot)
         state = 0
@@ -308,7 +403,7 @@ class FakeWorker:
             if token is None:
                 row.fault = worker_pb2.RowError.CODE_POSITION_MISMATCH
                 self.counters["holes"] += 1
-                break
+                return
             tags, state = self.model.feed(
                 token,
                 position,
@@ -320,13 +415,7 @@ class FakeWorker:
                     is_new = self.model.windows[group] or position >= slot.num_settled
                     require(bool(is_new), "H5", f"position {position} of a cached prefix is written")
                     self._write(row, self._place(row, group, position), tag)
-        else:
-            if row.samples:
-                self._sample(row, slot, state)
-        if row.samples and row.token is None:
-            slot.refeed = True
-            lost = row.start + row.count - 1
-            slot.lowest_lost = lost if slot.lowest_lost is None else min(slot.lowest_lost, lost)
+        row.context = state
 
     def _keeps(self, row: Row, group: int) -> bool:
         """Whether a row writes a group: a replay only those with a window (rule N6)."""
@@ -366,6 +455,12 @@ class FakeWorker:
         return slot.cell[0]
 
     def _sample(self, row: Row, slot: Slot, context: int) -> None:
+        allowed = None
+        if row.gate is not None:
+            allowed = row.gate.masks.get(row.slot)
+            if allowed is None:  # told to skip, or told nothing
+                row.fault = worker_pb2.RowError.CODE_GATE_MISSING if row.gate.overdue else 0
+                return
         skip, nan, _ = self.rates
         draw = self.rng.random()
         if draw < skip:
@@ -379,11 +474,17 @@ class FakeWorker:
         row.token = next_token(
             context,
             seed=slot.sampling.seed,
+            choice_index=slot.sampling.choice_index,
             output_index=end - slot.num_prompt_tokens,
             vocab=self.vocab,
             suppressed=tuple(slot.sampling.suppressed_token_ids),
             min_tokens=slot.sampling.min_tokens,
+            allowed=allowed,
         )
+        if row.token is None:
+            self.counters["nothing_allowed"] += 1
+            row.fault = worker_pb2.RowError.CODE_NOTHING_ALLOWED
+            return
         slot.cell = (row.token, end)
 
     def completed(self) -> worker_pb2.RunStepsResponse | None:

@@ -36,7 +36,7 @@ from tests.scheduler.core import (
     test_prefill_and_decode,
     test_windows,
 )
-from tests.simulation import cache_mutations, fake_worker, replay_mutations, window_mutations, world
+from tests.simulation import cache_mutations, fake_worker, gate_mutations, replay_mutations, window_mutations, world
 from tests.simulation.tagged_model import mix, next_token
 from tests.simulation.world import World
 
@@ -443,7 +443,7 @@ def _row_faults_are_retried(patch: pytest.MonkeyPatch) -> None:
 def _draws_depend_on_the_step(patch: pytest.MonkeyPatch) -> None:
     draws = itertools.count()
 
-    def mutant(context: int, **fields: object) -> int:
+    def mutant(context: int, **fields: object) -> int | None:
         return next_token(mix(context, next(draws)), **fields)  # type: ignore[arg-type]
 
     patch.setattr(fake_worker, "next_token", mutant)
@@ -518,6 +518,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("N11: too few blocks are charged", window_mutations.charge_a_block_too_few, _rules("N11", "O8", "V3")),
     Mutation("N12: a hit without its window", window_mutations.hit_without_the_window, _rules("D4", "N3", "H2")),
     *(Mutation(name, apply, _rules(*rules), probe) for name, apply, rules, probe in replay_mutations.TABLE),
+    *(Mutation(name, apply, _rules(*rules)) for name, apply, rules in gate_mutations.TABLE),
     Mutation(
         "H3: window blocks of a failed row are shared",
         window_mutations.keep_the_keys_of_poisoned_blocks,
@@ -527,7 +528,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "G3: a history is read without its backlog",
         _read_histories_without_their_backlog,
-        _rules("A1", "A2", "D2", "D4", "D7", "G3", "SimulationFailure", "AssertionError"),
+        _rules("A1", "A2", "B11", "D2", "D4", "D7", "G3", "SimulationFailure", "AssertionError"),
     ),
     Mutation("C5/G3: resume from the prompt only", _resume_from_the_prompt, _rules("D4", "A5", "H5")),
     Mutation(

@@ -70,14 +70,47 @@ class TaggedModel:
 
 
 def next_token(
-    context: int, *, seed: int, output_index: int, vocab: int, suppressed: tuple[int, ...], min_tokens: int
-) -> int:
-    """The token sampled after a context (the newest position's tag included)."""
-    token = mix(mix(context, seed), output_index) % vocab
-    if output_index < min_tokens:
-        while token in suppressed:
-            token = (token + 1) % vocab
-    return token
+    context: int,
+    *,
+    seed: int,
+    choice_index: int,
+    output_index: int,
+    vocab: int,
+    suppressed: tuple[int, ...],
+    min_tokens: int,
+    allowed: frozenset[int] | None = None,
+) -> int | None:
+    """The token sampled after a context (the newest position's tag included); None if none is allowed (rule I7)."""
+    first = mix(mix(context, seed + (choice_index << 32)), output_index) % vocab
+    banned = suppressed if output_index < min_tokens else ()
+    for offset in range(vocab):
+        token = (first + offset) % vocab
+        if token not in banned and (allowed is None or token in allowed):
+            return token
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint that a hash makes up. What may follow depends on every token before, as in a real one."""
+
+    seed: int
+    vocab: int
+
+    def _state(self, outputs: Sequence[int]) -> int:
+        return mix(fold([self.seed, *outputs]), len(outputs))
+
+    def is_complete(self, outputs: Sequence[int]) -> bool:
+        """Whether nothing may follow because the text is whole."""
+        return len(outputs) > 0 and mix(self._state(outputs), 1) % 24 == 0
+
+    def allowed(self, outputs: Sequence[int]) -> frozenset[int]:
+        """What may follow: about a third of the vocabulary, now and then nothing."""
+        state = self._state(outputs)
+        if self.is_complete(outputs) or mix(state, 2) % 60 == 0:
+            return frozenset()
+        tokens = [token for token in range(self.vocab) if mix(state, 3 + token) % 3 == 0]
+        return frozenset(tokens or [state % self.vocab])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +125,8 @@ class SimRequest:
     stop_text_modulus: int
     """A stop string "matches" at output i if mix(token, i) % modulus == 0; 0: never."""
     approximate_replay_tokens: int = 0
+    grammar: Grammar | None = None
+    choice_index: int = 0
 
     def matches_stop_text(self, token: int, output_index: int) -> bool:
         """Stands for a stop string found by the shell."""
@@ -154,11 +189,15 @@ def oracle(
         token = next_token(
             contexts.after(history, replay),
             seed=request.seed,
+            choice_index=request.choice_index,
             output_index=len(outputs),
             vocab=vocab,
             suppressed=tuple(sorted(request.stop_ids)) if suppressing else (),
             min_tokens=request.min_tokens,
+            allowed=None if request.grammar is None else request.grammar.allowed(outputs),
         )
+        if token is None:
+            return outputs, "error"
         outputs.append(token)
         history.append(token)
         index = len(outputs) - 1
@@ -168,3 +207,6 @@ def oracle(
             return outputs, "stop"
         if len(history) >= limit:
             return outputs, "length"
+        whole = request.grammar is not None and request.grammar.is_complete(outputs)
+        if whole and len(outputs) >= request.min_tokens:
+            return outputs, "stop"

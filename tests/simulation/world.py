@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from stepahead.scheduler.convert import lane_config_from_proto, plan_to_proto, result_from_proto
 from stepahead.scheduler.core import (
     Admitted,
     Batching,
+    CommitOutcome,
     Finished,
     FinishReason,
     LaneId,
     Ordering,
+    Preempted,
     QueueFull,
     Request,
     RequestInfeasible,
     RequestKey,
+    RowFault,
     SamplingSpec,
     Scheduler,
     SchedulerConfig,
@@ -29,9 +33,12 @@ from stepahead.scheduler.core import (
     UnknownLane,
 )
 from stepahead.scheduler.core.invariants import check_invariants
+from stepahead.scheduler.errors import ApiError, NothingAllowed
+from stepahead.scheduler.gates import Gates
 from stepahead.v1 import worker_pb2
 from tests.simulation.fake_worker import FakeWorker
-from tests.simulation.tagged_model import SimRequest, Stretch, TaggedModel, oracle
+from tests.simulation.gate_shell import Book, Choice, Compiled, Link, Live, Log, MaskThread
+from tests.simulation.tagged_model import Grammar, SimRequest, Stretch, TaggedModel, oracle
 
 MAX_EVENTS_WITHOUT_COMMIT = 3000
 """Far more than any schedule of these sizes needs between two commits."""
@@ -57,6 +64,7 @@ class LaneWorld:
 
     worker: FakeWorker | None
     limits: worker_pb2.WorkerLimits
+    link: Link
     inbox: deque[worker_pb2.RunStepsResponse] = field(default_factory=deque)
     ghosts: deque[worker_pb2.StepBoundary] = field(default_factory=deque)
     """Results of epochs that ended; they may still arrive."""
@@ -107,8 +115,16 @@ class World:
             self.max_model_len = 40
             windows = self.replay_rng.choice([(0, 3), (0, 2), (0, 2, 4), (3,), (2, 4)])
             self.model = TaggedModel(windows, num_layers=self.replay_rng.choice([1, 2]))
+        # As windows are: worlds without constraints are what they were before there were any.
+        self.gate_rng = random.Random(f"gates {seed}")
+        self.constrains = self.gate_rng.random() < 0.4
+        self.book = Book(self._fail)
+        self.masks = MaskThread(self.gate_rng, self.book, withholds=not self.calm)
+        self.gates = Gates(cast("Any", self.masks), self.scheduler, cast("Any", self.book))
         num_lanes = rng.choice([1, 1, 2])
-        self.lanes = {LaneId(i): LaneWorld(None, self._limits()) for i in range(num_lanes)}
+        self.lanes = {
+            LaneId(i): LaneWorld(None, self._limits(), Link(LaneId(i), self._send_gate)) for i in range(num_lanes)
+        }
         for lane_id in self.lanes:
             self._start_worker(lane_id)
 
@@ -165,6 +181,7 @@ class World:
             fail_rate=0.02 if self.faulty else 0.0,
         )
         self.scheduler.open_lane(lane_id, lane_config_from_proto(lane.limits), self.epoch)
+        lane.link.worker_epoch = self.epoch
 
     # ---------------------------------------------------------------------------------------- events
 
@@ -214,6 +231,8 @@ class World:
             rows = worker.runnable()
             if rows:
                 events.append((6.0, "run_row", lambda w=worker, rows=rows: w.run(rng.choice(rows))))
+            if self.faulty and worker.overdue is not None:
+                events.append((0.1, "overdue_gates", worker.end_wait))
             if worker.steps:
                 events.append((3.0, "complete", lambda lane=lane: self._complete(lane)))
             if lane.inbox:
@@ -224,6 +243,10 @@ class World:
         if live and not self.calm:
             events.append((0.08, "abort", lambda: self._abort(rng.choice(live))))
             events.append((0.3, "tick", self._tick))
+        if self.masks.jobs and self.masks.is_held:
+            events.append((0.5, "withheld_masks", self._cancel_held))
+        elif self.masks.jobs:
+            events.append((2.0, "masks", lambda: self.masks.jobs.popleft().finish()))
         for lane_id, lane in self.lanes.items():
             if lane.ghosts and lane.worker is not None:
                 events.append((1.0, "ghost", lambda lane_id=lane_id: self._ghost(lane_id)))
@@ -250,27 +273,47 @@ class World:
         salt = rng.choice(["", "", "other tenant"])
         if fork_of is not None:
             salt = self.scheduler.sequences[fork_of].request.cache_salt
+        request, num_choices = self._constrained(request)
+        self._offer(
+            Request(
+                key=key,
+                prompt_token_ids=request.prompt,
+                max_tokens=request.max_tokens,
+                min_tokens=request.min_tokens,
+                stop_token_ids=request.stop_ids,
+                sampling=SamplingSpec(
+                    seed=request.seed,
+                    suppressed_token_ids=tuple(sorted(request.stop_ids)) if self.suppressing else (),
+                ),
+                priority=rng.choice([0, 0, 1, -1]) if self.config.ordering is Ordering.PRIORITY else 0,
+                tenant=rng.choice(["a", "b", "c"]),
+                cache_salt=salt,
+                constrained=request.grammar is not None,
+                fork_of=fork_of,
+                approximate_replay_tokens=request.approximate_replay_tokens,
+                deadline_ns=deadline,
+                queue_deadline_ns=queue_deadline,
+            ),
+            [replace(request, choice_index=index) for index in range(num_choices)],
+        )
+
+    def _constrained(self, request: SimRequest) -> tuple[SimRequest, int]:
+        """The request, constrained or not, and how many choices it has."""
+        rng = self.gate_rng
+        if not self.constrains or rng.random() < 0.3:
+            return request, 1
+        grammar = Grammar(rng.getrandbits(32), self.vocab)
+        return replace(request, grammar=grammar), rng.choice([1, 1, 2, 3])
+
+    def _offer(self, first: Request, choices: list[SimRequest]) -> None:
+        """Adds a request, every choice but the first as a fork of that one."""
+        requests = [first]
+        for choice in choices[1:]:
+            sampling = replace(first.sampling, choice_index=choice.choice_index)
+            requests.append(replace(first, key=RequestKey(self.next_key), sampling=sampling, fork_of=first.key))
+            self.next_key += 1
         try:
-            self.scheduler.add_request(
-                Request(
-                    key=key,
-                    prompt_token_ids=request.prompt,
-                    max_tokens=request.max_tokens,
-                    min_tokens=request.min_tokens,
-                    stop_token_ids=request.stop_ids,
-                    sampling=SamplingSpec(
-                        seed=request.seed,
-                        suppressed_token_ids=tuple(sorted(request.stop_ids)) if self.suppressing else (),
-                    ),
-                    priority=rng.choice([0, 0, 1, -1]) if self.config.ordering is Ordering.PRIORITY else 0,
-                    tenant=rng.choice(["a", "b", "c"]),
-                    cache_salt=salt,
-                    fork_of=fork_of,
-                    approximate_replay_tokens=request.approximate_replay_tokens,
-                    deadline_ns=deadline,
-                    queue_deadline_ns=queue_deadline,
-                )
-            )
+            self.scheduler.add_requests(requests)
         except RequestInfeasible:
             self.counters["infeasible"] += 1
             return
@@ -282,7 +325,15 @@ class World:
                 raise
             self.counters["refused_without_lane"] += 1
             return
-        self.clients[key] = Client(request)
+        live = Live()
+        for request, choice in zip(requests, choices, strict=True):
+            client = self.clients[request.key] = Client(choice)
+            live.choices.append(Choice(request.key, live, Log(client.tokens)))
+        self.book.add(live)
+        self.counters["forked_choices"] += len(choices) - 1
+        if choices[0].grammar is not None:
+            self.counters["constrained"] += 1
+            self.gates.add(cast("Any", live), cast("Any", Compiled(choices[0].grammar, live)))
 
     def _prompt(self) -> tuple[int, ...]:
         """Often the beginning of an earlier prompt or answer goes on, as in conversations."""
@@ -303,6 +354,7 @@ class World:
         for entry in outcome.admitted:
             self._note_stretch(entry)
         self.counters["preemptions"] += len(outcome.preempted)
+        self.counters["gated_preemptions"] += self._num_gated(outcome.preempted)
         if outcome.plan is None:
             return False
         plan = outcome.plan
@@ -313,7 +365,13 @@ class World:
         worker = self.lanes[lane_id].worker
         assert worker is not None
         worker.accept(wire)
+        self.gates.open(cast("Any", self.lanes[lane_id].link))
         return True
+
+    def _num_gated(self, preempted: tuple[Preempted, ...]) -> int:
+        """How many are constrained and have outputs."""
+        clients = [self.clients[entry.key] for entry in preempted]
+        return sum(client.request.grammar is not None and bool(client.tokens) for client in clients)
 
     def _note_stretch(self, entry: Admitted) -> None:
         """What an admission says of its replay is true, and approximate ones were asked for (rule N8)."""
@@ -344,6 +402,7 @@ class World:
             worker = self.lanes[lane_id].worker
             assert worker is not None
             self.scheduler.fail_step(lane_id, worker.epoch, StepId(event.failed.step_id))
+            self.gates.open(cast("Any", self.lanes[lane_id].link))
             return
         self._commit(lane_id, event.boundary)
 
@@ -356,18 +415,52 @@ class World:
             client = self.clients[key]
             if client.finished is not None:
                 raise SimulationFailure("D8: a token after the terminal message")
+            grammar = client.request.grammar
+            if grammar is not None and token not in grammar.allowed(client.tokens):
+                raise SimulationFailure(f"I2: request {key}: {token} after {client.tokens} is outside of its mask")
             client.tokens.append(token)
             index = len(client.tokens) - 1
             if client.request.matches_stop_text(token, index):
-                finished = self.scheduler.finish_at(key, index + 1)
                 self.counters["stop_texts"] += 1
-                if finished is not None:
-                    self._finished(finished)
-                elif ended[key].reason is FinishReason.LENGTH:
-                    # The shell's precedence: a stop string on the last token reports STOP (rule D5).
-                    ended[key] = Finished(key, FinishReason.STOP, index + 1)
+                finished = self.scheduler.finish_at(key, index + 1)
+                # The shell's precedence: a stop string on the last token reports STOP (rule D5).
+                ended[key] = finished or Finished(key, FinishReason.STOP, index + 1)
+        num_ended = len(ended)
+        self.gates.advance(outcome, ended)
+        self.counters["complete_texts"] += len(ended) - num_ended
+        self.gates.open(cast("Any", self.lanes[lane_id].link))
         for finished in ended.values():
             self._finished(finished)
+
+    def _send_gate(self, lane_id: LaneId, gate: worker_pb2.SampleGate) -> None:
+        """Now and then twice, as after a connection that broke."""
+        worker = self.lanes[lane_id].worker
+        if worker is None or gate.step_id <= self.scheduler.lanes[lane_id].committed_through:
+            self.counters["useless_gates"] += 1  # its step has completed
+            return
+        for _ in range(1 + (self.gate_rng.random() < 0.1)):
+            worker.take_gate(worker_pb2.SampleGate.FromString(gate.SerializeToString()))
+
+    def _fail(self, live: Live, error: ApiError) -> None:
+        """The shell ends a request for what its gates have found: that nothing can follow (I7)."""
+        clients = [self.clients[choice.key] for choice in live.choices if choice.key in self.book.choices]
+        grammars = [(client, client.request.grammar) for client in clients]
+        if not isinstance(error, NothingAllowed):
+            raise SimulationFailure(f"I5: {error}")
+        if not any(grammar and not grammar.allowed(client.tokens) for client, grammar in grammars):
+            raise SimulationFailure("I7: a request ends although tokens can follow")
+        self.counters["dead_ends"] += 1
+        self._end_all(live, FinishReason.ERROR)
+
+    def _cancel_held(self) -> None:
+        """A client goes whose mask never comes."""
+        self._end_all(self.rng.choice(self.masks.jobs[0].matchers).live, FinishReason.CANCELLED)
+
+    def _end_all(self, live: Live, reason: FinishReason) -> None:
+        for choice in live.choices:
+            finished = self.scheduler.abort(choice.key, reason)
+            if finished is not None:
+                self._finished(finished)
 
     def _ghost(self, lane_id: LaneId) -> None:
         outcome = self.scheduler.commit(lane_id, result_from_proto(self.lanes[lane_id].ghosts.popleft()))
@@ -394,7 +487,11 @@ class World:
         if lane.worker is not None:
             self.counters.update(lane.worker.counters)
         lane.worker = None
-        self.counters["lost_sequences"] += len(self.scheduler.lose_lane(lane_id))
+        self.gates.forget(cast("Any", lane.link))
+        lost = self.scheduler.lose_lane(lane_id)
+        lane.link.worker_epoch = 0
+        self.counters["lost_sequences"] += len(lost)
+        self.counters["gated_losses"] += self._num_gated(lost)
 
     def _finished(self, finished: Finished) -> None:
         client = self.clients[finished.key]
@@ -403,6 +500,7 @@ class World:
         if finished.num_output_tokens != len(client.tokens):
             raise SimulationFailure("B11: the terminal message counts other tokens than were delivered")
         client.finished = finished
+        del self.book.choices[finished.key]
         self._check_overrun(finished)
         self.counters[f"finished_{finished.reason.value}"] += 1
 
@@ -427,6 +525,9 @@ class World:
                 self.counters.update(lane.worker.counters)
         if not self.scheduler.is_idle:
             raise SimulationFailure("A8: at rest, but not idle")
+        self.gates.advance(CommitOutcome(StepId(0)), {})  # it forgets what has ended when it is called
+        if self.gates._matchers:
+            raise SimulationFailure("E6: a grammar outlives its request")
         delivered = sum(len(client.tokens) for client in self.clients.values())
         if self.counters["preemptions"] > delivered + len(self.clients):
             raise SimulationFailure(f"E8: {self.counters['preemptions']} preemptions for {delivered} tokens")
@@ -442,7 +543,8 @@ class World:
                 suppressing=self.suppressing,
                 stretches=client.stretches,
             )
-            if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            is_whole = finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+            if is_whole or finished.fault is RowFault.NOTHING_ALLOWED:
                 if (client.tokens, finished.reason.value) != (expected, reason):
                     raise SimulationFailure(
                         f"D4: request {key}: {client.tokens} {finished.reason}, oracle {expected} {reason}"
