@@ -18,6 +18,7 @@ FAULT_COUNTERS = (
     "null_rows", "window_hits", "exact_replays", "approximate_replays", "mixed_replays",
     "gate_masks", "gate_skips", "waits_for_gates", "late_gates", "useless_gates", "overdue_gates", "withheld_masks",
     "gated_preemptions", "gated_losses", "forked_choices", "complete_texts", "dead_ends", "nothing_allowed",
+    "failed_masks",
 )  # fmt: skip
 """Every kind of trouble the world knows; over enough seeds each must have happened."""
 

@@ -14,9 +14,12 @@ import pytest
 from stepahead.scheduler import gates as gates_module
 from stepahead.scheduler.convert import gate_to_proto
 from stepahead.scheduler.core import planning
+from stepahead.scheduler.core import scheduler as scheduler_module
+from stepahead.scheduler.core.committing import Finish
 from stepahead.scheduler.core.events import CommitOutcome, Finished, GateRow
 from stepahead.scheduler.core.ids import LaneId, RequestKey, StepId
-from stepahead.scheduler.core.plan import Admission
+from stepahead.scheduler.core.lane import Lane
+from stepahead.scheduler.core.plan import Admission, RowFault, StepResult
 from stepahead.scheduler.core.scheduler import Scheduler
 from stepahead.scheduler.core.sequence import Stay
 from stepahead.scheduler.core.step_in_flight import StepInFlight
@@ -109,6 +112,36 @@ def send_masks_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gates, "_made", mutant)
 
 
+def send_no_gate_after_a_cancel(patch: pytest.MonkeyPatch) -> None:
+    """Masks are thrown away when one of their requests is gone; its neighbours wait (O8, F5)."""
+    made_for = Gates._made
+
+    def mutant(
+        gates: Gates,
+        link: WorkerLink,
+        epoch: int,
+        step_id: StepId,
+        rows: list[GateRow],
+        keys: list[RequestKey],
+        made: asyncio.Future[Masks],
+    ) -> None:
+        if all(key in gates._book.choices for key in keys):
+            made_for(gates, link, epoch, step_id, rows, keys, made)
+
+    patch.setattr(Gates, "_made", mutant)
+
+
+def try_again_what_nothing_can_follow(patch: pytest.MonkeyPatch) -> None:
+    """A row whose mask and suppressed ids leave nothing is fed again, as one without a mask (I7)."""
+    commit_step = scheduler_module.commit_step
+
+    def mutant(lane: Lane, result: StepResult, finish: Finish) -> CommitOutcome:
+        faults = {key: fault for key, fault in result.faults.items() if fault is not RowFault.NOTHING_ALLOWED}
+        return commit_step(lane, replace(result, faults=faults), finish)
+
+    patch.setattr(scheduler_module, "commit_step", mutant)
+
+
 def begin_anew_on_another_lane(patch: pytest.MonkeyPatch) -> None:
     """A grammar forgets what was delivered when a worker is lost (I4)."""
 
@@ -137,6 +170,8 @@ TABLE: list[tuple[str, Callable[[pytest.MonkeyPatch], None], tuple[str, ...]]] =
     ("I3: ended rows are left out of a gate", leave_ended_rows_out, ("I3", "O8")),
     ("I3: rows get each other's masks", mix_the_masks_up, ("I2", "D4")),
     ("I3: masks of any epoch are sent", send_masks_of_any_epoch, ("I3",)),
+    ("O8: a cancel holds its neighbours' gate back", send_no_gate_after_a_cancel, ("O8", "A8")),
+    ("I7: nothing can follow, and it is tried again", try_again_what_nothing_can_follow, ("I7",)),
     ("I4: a grammar begins anew on another lane", begin_anew_on_another_lane, ("I1", "I2", "I5", "I7")),
     ("J5: all choices draw alike", all_choices_draw_alike, ("D4",)),
 ]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from stepahead.scheduler.constraints.errors import ConstraintError, NothingAllowed
+from stepahead.scheduler.constraints.errors import ConstraintError, MatcherFailed, NothingAllowed
 from stepahead.scheduler.core import LaneId, RequestKey
 from stepahead.scheduler.errors import ApiError
 from stepahead.v1 import worker_pb2
@@ -36,6 +36,8 @@ class Live:
     """A request of one or several choices."""
 
     choices: list[Choice] = field(default_factory=list[Choice])
+    is_broken: bool = False
+    """Whether a mask of it could not be made."""
 
 
 class Book:
@@ -98,10 +100,12 @@ class Compiled:
 class MaskJob:
     """The masks of one step, being made: a future."""
 
-    def __init__(self, matchers: Sequence[Matcher], *, withheld: bool) -> None:
+    def __init__(self, matchers: Sequence[Matcher], *, withheld: bool, fails: bool) -> None:
         self.matchers = matchers
         self.withheld = withheld
         """Not made before one of its requests is over."""
+        self.fails = fails
+        """The first grammar of them reaches a limit."""
         self.asked_after = [len(matcher.accepted) for matcher in matchers]
         self._then: Callable[[MaskJob], None] = lambda _: None
         self._masks: list[bytes | ConstraintError] = []
@@ -123,6 +127,10 @@ class MaskJob:
         if [len(matcher.accepted) for matcher in self.matchers] != self.asked_after:
             raise AssertionError("I1: a grammar takes a token while its mask is made")
         for matcher in self.matchers:
+            if self.fails and not self._masks:
+                matcher.live.is_broken = True
+                self._masks.append(MatcherFailed("constraint: the grammar is too complex at this place"))
+                continue
             try:
                 self._masks.append(matcher.mask())
             except NothingAllowed as error:
@@ -133,15 +141,16 @@ class MaskJob:
 class MaskThread:
     """Stands for the event loop: what is run in its executor waits here, in order, for the adversary."""
 
-    def __init__(self, rng: random.Random, book: Book, *, withholds: bool) -> None:
+    def __init__(self, rng: random.Random, book: Book, *, withholds: bool, fail_rate: float) -> None:
         self.jobs: deque[MaskJob] = deque()
         self._rng = rng
         self._book = book
         self._withholds = withholds
+        self._fail_rate = fail_rate
 
     def run_in_executor(self, _executor: object, _fill: object, matchers: Sequence[Matcher]) -> MaskJob:
         withheld = self._withholds and self._rng.random() < 0.1
-        self.jobs.append(MaskJob(matchers, withheld=withheld))
+        self.jobs.append(MaskJob(matchers, withheld=withheld, fails=self._rng.random() < self._fail_rate))
         return self.jobs[-1]
 
     @property

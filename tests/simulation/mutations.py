@@ -516,7 +516,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("N1: a window is short", window_mutations.drop_a_position_early, _rules("N3", "E1", "E4", "D4")),
     Mutation("N1: S decides", window_mutations.drop_by_what_is_dispatched, _rules("E1", "E4", "H2", "D4")),
     Mutation("N11: too few blocks are charged", window_mutations.charge_a_block_too_few, _rules("N11", "O8", "V3")),
-    Mutation("N12: a hit without its window", window_mutations.hit_without_the_window, _rules("D4", "N3", "H2")),
+    Mutation("N12: no window at a hit", window_mutations.hit_without_the_window, _rules("D4", "N3", "N11", "H2")),
     *(Mutation(name, apply, _rules(*rules), probe) for name, apply, rules, probe in replay_mutations.TABLE),
     *(Mutation(name, apply, _rules(*rules)) for name, apply, rules in gate_mutations.TABLE),
     Mutation(

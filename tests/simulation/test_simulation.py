@@ -10,7 +10,7 @@ from tests.simulation.world import World
 
 @pytest.mark.parametrize("start", range(0, 240, 40))
 def test_answers_equal_the_oracle_for_every_schedule(start: int) -> None:
-    """Rules A1-A8, B1-B5, D1-D9, E1-E9, F1-F5, G1-G5, J3-J4, K6, O8 over seeded worlds with faults."""
+    """Rules A1-A8, B1-B5, D1-D9, E1-E9, F1-F5, G1-G5, I1-I5, I7, J3-J5, K6, O8 over seeded worlds with faults."""
     _, failed = run_seeds(start, 40)
     assert failed is None
 

@@ -1,6 +1,6 @@
 """A deterministic world: the real core, fake workers, and a seeded adversary who picks what happens next.
 
-One seed decides everything: sizes, requests, the order of events, faults. After every event the core's
+One seed decides everything: sizes, requests, the order of events, faults. After every event that the core sees its
 invariants are checked; at the end every answer is compared with the oracle (rules D4, G7, J3, K6).
 """
 
@@ -33,7 +33,7 @@ from stepahead.scheduler.core import (
     UnknownLane,
 )
 from stepahead.scheduler.core.invariants import check_invariants
-from stepahead.scheduler.errors import ApiError, NothingAllowed
+from stepahead.scheduler.errors import ApiError, NothingAllowed, RowFailed
 from stepahead.scheduler.gates import Gates
 from stepahead.v1 import worker_pb2
 from tests.simulation.fake_worker import FakeWorker
@@ -42,6 +42,10 @@ from tests.simulation.tagged_model import Grammar, SimRequest, Stretch, TaggedMo
 
 MAX_EVENTS_WITHOUT_COMMIT = 3000
 """Far more than any schedule of these sizes needs between two commits."""
+
+
+EVENTS_OF_WORKERS = frozenset({"run_row", "complete", "overdue_gates"})
+"""The core does not see them."""
 
 
 class SimulationFailure(AssertionError):
@@ -119,7 +123,8 @@ class World:
         self.gate_rng = random.Random(f"gates {seed}")
         self.constrains = self.gate_rng.random() < 0.4
         self.book = Book(self._fail)
-        self.masks = MaskThread(self.gate_rng, self.book, withholds=not self.calm)
+        fail_rate = 0.01 if self.faulty else 0.0
+        self.masks = MaskThread(self.gate_rng, self.book, withholds=not self.calm, fail_rate=fail_rate)
         self.gates = Gates(cast("Any", self.masks), self.scheduler, cast("Any", self.book))
         num_lanes = rng.choice([1, 1, 2])
         self.lanes = {
@@ -188,9 +193,8 @@ class World:
     def run(self, *, max_events: int = 60_000) -> None:
         """Runs until everything has ended. Raises if a rule breaks or nothing moves any more (rule O8)."""
         for _ in range(max_events):
-            if self._step() is False:
+            if not self._step():
                 break
-            check_invariants(self.scheduler)
             self.events_since_commit += 1
             if self.scheduler.sequences and self.events_since_commit > MAX_EVENTS_WITHOUT_COMMIT:
                 raise SimulationFailure("O8: requests are live and nothing is committed any more")
@@ -207,10 +211,13 @@ class World:
         _, name, action = self.rng.choices(choices, weights)[0]
         self.counters[name] += 1
         action()
+        has_news = name not in EVENTS_OF_WORKERS
         if self.eager:
             for lane_id, lane in self.lanes.items():
                 while lane.worker is not None and self._plan(lane_id):
-                    pass
+                    has_news = True
+        if has_news:
+            check_invariants(self.scheduler)
         return True
 
     def _enabled(self) -> list[tuple[float, str, object]]:
@@ -409,6 +416,7 @@ class World:
     def _commit(self, lane_id: LaneId, boundary: worker_pb2.StepBoundary) -> None:
         self.events_since_commit = 0
         outcome = self.scheduler.commit(lane_id, result_from_proto(boundary))
+        self._check_refused(lane_id, boundary)
         self.counters["overrun_rows"] += outcome.num_overrun_rows
         ended = {finished.key: finished for finished in outcome.finished}
         for key, token in zip(outcome.keys, outcome.token_ids, strict=True):
@@ -432,6 +440,14 @@ class World:
         for finished in ended.values():
             self._finished(finished)
 
+    def _check_refused(self, lane_id: LaneId, boundary: worker_pb2.StepBoundary) -> None:
+        """A row with a mask that leaves nothing ends its request: no token is invented, none is tried again."""
+        code = worker_pb2.RowError.CODE_NOTHING_ALLOWED
+        refused = {error.incarnation for error in boundary.completion.row_errors if error.code == code}
+        lane = self.scheduler.lanes[lane_id]
+        if refused & {stay.incarnation for stay in [*lane.prefilling, *lane.decoding, *lane.finishing]}:
+            raise SimulationFailure("I7: a request goes on although nothing can follow")
+
     def _send_gate(self, lane_id: LaneId, gate: worker_pb2.SampleGate) -> None:
         """Now and then twice, as after a connection that broke."""
         worker = self.lanes[lane_id].worker
@@ -442,14 +458,15 @@ class World:
             worker.take_gate(worker_pb2.SampleGate.FromString(gate.SerializeToString()))
 
     def _fail(self, live: Live, error: ApiError) -> None:
-        """The shell ends a request for what its gates have found: that nothing can follow (I7)."""
+        """The shell ends a request for what its gates found: a failed mask, or that nothing can follow (I7)."""
         clients = [self.clients[choice.key] for choice in live.choices if choice.key in self.book.choices]
         grammars = [(client, client.request.grammar) for client in clients]
-        if not isinstance(error, NothingAllowed):
-            raise SimulationFailure(f"I5: {error}")
-        if not any(grammar and not grammar.allowed(client.tokens) for client, grammar in grammars):
+        is_dead_end = any(grammar and not grammar.allowed(client.tokens) for client, grammar in grammars)
+        if isinstance(error, NothingAllowed) and not is_dead_end:
             raise SimulationFailure("I7: a request ends although tokens can follow")
-        self.counters["dead_ends"] += 1
+        if not isinstance(error, NothingAllowed) and not (isinstance(error, RowFailed) and live.is_broken):
+            raise SimulationFailure(f"I5: {error}")
+        self.counters["failed_masks" if live.is_broken else "dead_ends"] += 1
         self._end_all(live, FinishReason.ERROR)
 
     def _cancel_held(self) -> None:
