@@ -25,7 +25,8 @@ def bench(*arguments: str) -> dict:
 
 
 def test_frontend_compares_readers_that_read_with_some_that_do_not():
-    arguments = ("--model", "toy:sleep?ms=1", "-n", "12", "--running", "8", "--output", "20", "--rounds", "2")
+    shape = ("-n", "12", "--running", "8", "--output", "20")
+    arguments = ("--model", "toy:sleep?ms=1", *shape, "--rounds", "2", "--overlap", "2")
     runs = bench("frontend", *arguments, "--slow-readers", "2", "--disconnects", "3", "--pause", "0.05")["runs"]
     assert [run["load"] for run in runs] == ["all read"] * 2 + ["2 slow, 3 leave"] * 2
     for run in runs:

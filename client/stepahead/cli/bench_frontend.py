@@ -18,7 +18,7 @@ from stepahead.cli.bench_processes import ResourceWatch, resident_bytes, yield_c
 from stepahead.cli.bench_server import step_figures, watched_steps, workers_of
 from stepahead.cli.bench_stats import median_of
 from stepahead.cli.local_services import passing_log_dir, require_extras
-from stepahead.cli.options import CONTEXT_SETTINGS
+from stepahead.cli.options import CONTEXT_SETTINGS, Overlap
 from stepahead.cli.stack import Stack, StackOptions, StackReady, run_stack
 from stepahead.cli.stack_view import ConsoleView
 
@@ -164,6 +164,7 @@ class FrontEndArguments(TypedDict):
     pause: float
     disconnects: int
     messages_per_second: int
+    overlap: str
     rounds: int
     as_json: bool
 
@@ -180,6 +181,7 @@ class FrontEndArguments(TypedDict):
 @click.option("--pause", type=click.FloatRange(0, min_open=True), default=1.0, help="A slow reader's, in seconds.")
 @click.option("--disconnects", type=click.IntRange(0), default=0, help="Of the requests; in every second run.")
 @click.option("--messages-per-second", type=click.IntRange(100), default=4000, help="The scheduler's budget.")
+@click.option("--overlap", type=Overlap(), default="on", help="How many steps are planned ahead; on is 1.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Runs per load; medians are shown.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every run instead of a table.")
 def frontend(**arguments: Unpack[FrontEndArguments]) -> None:
@@ -190,6 +192,7 @@ def frontend(**arguments: Unpack[FrontEndArguments]) -> None:
     options = StackOptions(
         model=arguments["model"],
         workers=arguments["workers"],
+        overlap=arguments["overlap"],
         max_num_seqs=per_worker,
         max_num_batched_tokens=max(2048, per_worker),
         max_model_len=arguments["prompt_tokens"] + arguments["output_tokens"] + 1,

@@ -101,7 +101,11 @@ def options(function: FunctionT) -> FunctionT:
                 help="HOST:PORT of a worker, or dns://HOST:PORT of all workers behind a name; repeatable.",
             ),
             _option("--resolve-interval", type=Seconds(0.05), default=5.0, help="Seconds, for names."),
-            _option("--overlap", default="on", help="on, off, or the overlap depth D."),
+            _option(
+                "--overlap",
+                default="on",
+                help="on (1), off (0), or how many steps are planned ahead: 2 hides more where steps are short.",
+            ),
             _option(
                 "--settle-prompts",
                 type=click.Choice(["retain", "in-place"]),
