@@ -22,30 +22,36 @@ PAUSE_S = 0.001
 
 
 class EndLog:
-    """Writes lines in the order of the ends, some milliseconds later. Nothing is dropped; `flush` at the end."""
+    """Writes lines in the order of the ends, some milliseconds later. Nothing is dropped; `close` at the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._ends: deque[tuple[LiveRequest, FinishReason]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def add(self, live: LiveRequest, reason: FinishReason) -> None:
         """A request has ended; it does not change any more."""
         self._ends.append((live, reason))
-        if self._timer is None:
+        if self._closed:
+            self.close()
+        elif self._timer is None:
             self._timer = self._loop.call_later(PAUSE_S, self._write_slice)
 
-    def flush(self) -> None:
-        """Writes what is left, now."""
+    def close(self) -> None:
+        """Writes what is left, now, and from now on every line at once: the loop may not run any more."""
+        self._closed = True
         while self._ends:
             _write(*self._ends.popleft())
 
     def _write_slice(self) -> None:
         self._timer = None
-        for _ in range(min(SLICE, len(self._ends))):
-            _write(*self._ends.popleft())
-        if self._ends:
-            self._timer = self._loop.call_later(PAUSE_S, self._write_slice)
+        try:
+            for _ in range(min(SLICE, len(self._ends))):
+                _write(*self._ends.popleft())
+        finally:  # a line that cannot be written does not hold up the others
+            if self._ends:
+                self._timer = self._loop.call_later(PAUSE_S, self._write_slice)
 
 
 def _write(live: LiveRequest, reason: FinishReason) -> None:

@@ -200,7 +200,7 @@ class Engine:
     def close(self) -> None:
         """The service stops; nothing runs any more. Twice is harmless."""
         self.gates.close()
-        self._end_log.flush()
+        self._end_log.close()
 
     def _give_up_waiting(self) -> None:
         self._lane_wait_timer = None
