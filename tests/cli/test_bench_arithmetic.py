@@ -169,3 +169,21 @@ def test_a_clients_session_yields_while_it_measures(tmp_path: Path, monkeypatch:
     with bench_processes.yielding_session():
         pass
     assert not session.exists()
+
+
+def test_a_session_weighs_what_it_did_however_soon_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux refuses a change that follows another within 0.1 s, unless root asks."""
+    weights, refusals = [3], ["begin", "end", "end"]
+
+    def weigh(text: str) -> None:
+        phase = "begin" if len(weights) == 1 else "end"
+        if phase in refusals:
+            refusals.remove(phase)
+            raise BlockingIOError
+        weights.append(int(text))
+
+    session = SimpleNamespace(read_text=lambda: f"/autogroup-25 nice {weights[-1]}\n", write_text=weigh)
+    monkeypatch.setattr(bench_processes, "_SESSION", session)
+    with bench_processes.yielding_session():
+        assert weights == [3, 19]
+    assert weights == [3, 19, 3]

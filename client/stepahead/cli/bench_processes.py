@@ -19,6 +19,7 @@ NICENESS = 10
 """Of a client that shares cores with the servers it measures."""
 LEAST_NICENESS = 19
 _SESSION = _PROC / "self" / "autogroup"
+_WEIGH_WITHIN_S = 1.0
 
 
 def process_tree(pid: int) -> list[int]:
@@ -113,8 +114,18 @@ def _session_niceness() -> int | None:
 
 
 def _weigh_session(niceness: int) -> None:
+    """Tries again where it is too early: Linux lets users do it once in 0.1 s, all of them together."""
+    give_up_s = time.monotonic() + _WEIGH_WITHIN_S
     with contextlib.suppress(OSError):  # a sandbox may forbid it: then the figures are those of a rude client
-        _SESSION.write_text(str(niceness))
+        while True:
+            try:
+                _SESSION.write_text(str(niceness))
+            except BlockingIOError:
+                if time.monotonic() > give_up_s:
+                    raise
+                time.sleep(_WEIGH_WITHIN_S / 20)
+            else:
+                return
 
 
 def _threads_of_ours() -> list[int]:
