@@ -142,6 +142,18 @@ def test_what_a_killed_build_left_is_removed(fake):
     assert sorted(each.name for each in path.parent.iterdir()) == ["lock", path.name]
 
 
+def test_what_killed_compilers_leave_lies_beside_it(fake, monkeypatch):
+    elsewhere = fake.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("TMPDIR", str(elsewhere))
+    leave = """case "$called" in *csrc*) touch "$TMPDIR/half.s";; esac"""
+    script = fake.read_text(encoding="utf-8").replace("while [", 'called="$*"\nwhile [')
+    fake.write_text(script.replace("sleep 0.1", leave), encoding="utf-8")
+    path = built_library()
+    assert sorted(each.name for each in path.parent.iterdir()) == ["lock", path.name]
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_cache_that_cannot_be_written(fake, monkeypatch):
     (fake.parent / "file").touch(mode=stat.S_IRUSR)
     monkeypatch.setenv(CACHE_ENV, str(fake.parent / "file" / "cache"))

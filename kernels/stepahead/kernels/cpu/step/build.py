@@ -152,23 +152,29 @@ def _compile(compiler: str, path: Path, *, emulate_tiles: bool) -> None:
         def compile_one(index: int) -> None:
             source = sources[index]
             flags = [*common, *flags_of.get(source.name, ())]
-            _run([compiler, *flags, "-c", str(source), "-o", str(objects[index])])
+            _run([compiler, *flags, "-c", str(source), "-o", str(objects[index])], directory=directory)
 
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as threads:
             list(threads.map(compile_one, range(len(sources))))
         linked = Path(directory) / "linked.so"
-        _run([compiler, *common, "-shared", *map(str, objects), "-o", str(linked)])
+        _run([compiler, *common, "-shared", *map(str, objects), "-o", str(linked)], directory=directory)
         linked.replace(path)  # on one file system: a reader sees all of it or nothing
 
 
-def _run(command: list[str], source: str | None = None) -> str:
+def _run(command: list[str], source: str | None = None, directory: str | None = None) -> str:
     """Returns what a compiler prints that is given `source` on standard input.
+
+    Args:
+        command: the compiler and its arguments.
+        source: None: it reads files.
+        directory: where its own temporary files lie, which a killed one leaves; None: where the system has them.
 
     Raises:
         BuildUnavailable: it fails.
     """
+    environment = None if directory is None else {**os.environ, "TMPDIR": directory}
     try:
-        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:
         raise BuildUnavailable(f"{command[0]} does not run: {error}") from error
     if done.returncode:
