@@ -63,6 +63,22 @@ def test_a_full_disk_is_one_clear_line_without_the_command_too(module: str):
     assert (done.returncode, done.stderr) == (1, expected)
 
 
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no file that is always full")
+def test_a_scheduler_that_cannot_write_its_log_does_not_blame_its_address():
+    """Whoever started it is told through the pipe."""
+    reading, writing = os.pipe()
+    arguments = ("--listen", "127.0.0.1:0", "--worker", "127.0.0.1:1", "--announce-fd", str(writing))
+    with FULL.open("wb") as full, open(reading, encoding="utf-8") as told:
+        argv = [sys.executable, "-m", "stepahead.scheduler", *arguments]
+        try:
+            done = subprocess.run(argv, stderr=full, pass_fds=(writing,), timeout=90, check=False)
+        finally:
+            os.close(writing)
+        events = [json.loads(line) for line in told]
+    expected = {"event": "failed", "message": "[Errno 28] No space left on device"}
+    assert (done.returncode, events[-1]) == (1, expected)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_closed_pipe_ends_quietly(fake: FakeServer, tmp_path: Path, case):
     reading, writing = os.pipe()

@@ -26,7 +26,9 @@ def main(**values: object) -> None:
         with asyncio.Runner(loop_factory=CalmLoop) as runner:
             num_cut = runner.run(serve(settings))
     except OSError as error:
-        message = f"{error}; choose another --listen or stop the other server"
+        # The system's own have a number: a full disk, for example.
+        is_address = error.errno is None
+        message = f"{error}; choose another --listen or stop the other server" if is_address else str(error)
         if settings.announce_fd is not None:
             line = json.dumps({"event": "failed", "message": message}) + "\n"
             os.write(settings.announce_fd, line.encode())
