@@ -146,10 +146,25 @@ def test_a_loop_that_never_sleeps_pauses(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(pauses) == 1, "that was one"
 
 
+def test_where_nobody_counts_pauses_a_loop_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    now = [100.0]
+    monkeypatch.delattr(resource, "RUSAGE_THREAD", raising=False)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    breath = Breath()
+    now[0] += 2 * calm_loop.BREATH_AFTER_S
+    breath.take_if_due()
+    assert not pauses
+
+
 @pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="no counts per thread on this system")
 def test_a_sleep_counts_as_a_pause_and_work_does_not() -> None:
     before = calm_loop._num_pauses()
+    assert before is not None
     sum(range(1000))
     assert calm_loop._num_pauses() == before
     time.sleep(0.001)
-    assert calm_loop._num_pauses() > before
+    after = calm_loop._num_pauses()
+    assert after is not None
+    assert after > before

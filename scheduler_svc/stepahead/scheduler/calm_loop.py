@@ -64,16 +64,17 @@ class Breath:
         """Called whenever a pause would do no harm."""
         if time.monotonic() - self._looked_at < BREATH_AFTER_S:
             return
-        if _num_pauses() == self._num_pauses:
+        num_pauses = _num_pauses()
+        if num_pauses is not None and num_pauses == self._num_pauses:
             time.sleep(BREATH_S)
         self._num_pauses = _num_pauses()
         self._looked_at = time.monotonic()
 
 
-def _num_pauses() -> int:
-    """Times that this thread has left its core by itself, as when it waits for something."""
+def _num_pauses() -> int | None:
+    """Times that this thread has left its core by itself, as when it waits for something; None: nobody counts."""
     who = getattr(resource, "RUSAGE_THREAD", None)
-    return -1 if who is None else resource.getrusage(who).ru_nvcsw
+    return None if who is None else resource.getrusage(who).ru_nvcsw
 
 
 def _read_wake_ups(wake_ups: socket.socket, read_one: Callable[..., Any], breath: Breath, *args: object) -> None:
