@@ -109,19 +109,60 @@ async def test_no_more_newcomers_wait_than_the_queue_holds() -> None:
         await waiting(stack, 0)
 
 
-async def test_cancel_and_drain_end_the_wait() -> None:
-    """F1, F4, O6: both answer at once."""
+async def test_a_cancel_ends_the_wait() -> None:
+    """F1, F4: it answers at once."""
     async with without_its_worker() as (stack, _):
         named = asyncio.create_task(stack.answer(request([1], 1, request_id="named")))
-        other = stack.open(request([1], 1, request_id="other"))
-        await waiting(stack, 2)
+        await waiting(stack, 1)
         cancelled = await stack.generation.Cancel(generation_pb2.CancelRequest(request_ids=["named"]))
         assert cancelled.outcomes == [generation_pb2.CANCEL_OUTCOME_CANCELLED]
         assert (await named).code is grpc.StatusCode.CANCELLED
+        await waiting(stack, 0)
+
+
+async def test_a_drain_waits_for_newcomers_and_their_worker() -> None:
+    """O6: they were accepted, so they may finish, as those in the core's queue may."""
+    messages = [request([index, 7], 20) for index in range(2)]
+    async with without_its_worker(drain_timeout_s=30.0) as (stack, port):
+        answers = [asyncio.create_task(stack.answer(message)) for message in messages]
+        await waiting(stack, 2)
+        stopping = asyncio.create_task(stack.server.stop())
+        await eventually(lambda: stack.server.front_end.draining)
+        late = await stack.generate([1], 1)
+        assert (late.code, late.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        async with serve_worker(MODEL, port=port):
+            for message, task in zip(messages, answers, strict=True):
+                answer = await task
+                assert answer.ok, answer
+                assert answer.token_ids == expected(message)
+            assert await stopping == 0
+
+
+async def test_newcomers_that_a_drain_cannot_serve_are_told_and_counted() -> None:
+    """O6: the drain's time, a worker that does not come, a second signal end them; a cancel is their own end."""
+    async with without_its_worker() as (stack, _):
+        held = asyncio.create_task(stack.generate([1], 1))
+        cancelled = asyncio.create_task(stack.answer(request([1], 1, request_id="named")))
+        await waiting(stack, 2)
+        drain = asyncio.ensure_future(stack.operations.Drain(operations_pb2.DrainRequest(timeout_ms=200)))
+        await eventually(lambda: stack.server.front_end.draining)
+        await stack.generation.Cancel(generation_pb2.CancelRequest(request_ids=["named"]))
+        assert ((await drain).finished, (await drain).cancelled) == (1, 1)
+        assert (await cancelled).code is grpc.StatusCode.CANCELLED
+        assert ((await held).code, (await held).error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    async with without_its_worker(worker_wait_s=0.2, drain_timeout_s=30.0) as (stack, _):
+        held = asyncio.create_task(stack.generate([1], 1))
         await waiting(stack, 1)
-        await stack.operations.Drain(operations_pb2.DrainRequest())
-        refused = await fold(other)
-        assert (refused.code, refused.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert await stack.server.stop() == 1
+        assert (await held).error_info.reason == "NOT_READY"
+    async with without_its_worker(drain_timeout_s=30.0) as (stack, _):
+        held = asyncio.create_task(stack.generate([1], 1))
+        await waiting(stack, 1)
+        stopping = asyncio.create_task(stack.server.stop())
+        await eventually(lambda: stack.server.front_end.draining)
+        stack.server.drainer.hurry()
+        assert await stopping == 0
+        assert (await held).error_info.reason == "DRAINING"
 
 
 async def test_newcomers_are_listed_and_hear_that_they_wait() -> None:

@@ -508,7 +508,7 @@ class DrainResponse(_message.Message):
     finished: _builtins.int
     """Requests that reached their end."""
     cancelled: _builtins.int
-    """Requests cancelled at the timeout."""
+    """Requests ended at the timeout, or because no worker came for them (UNAVAILABLE)."""
     def __init__(
         self,
         *,

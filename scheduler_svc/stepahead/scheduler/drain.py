@@ -20,6 +20,7 @@ class DrainResult:
 
     num_finished: int
     num_cancelled: int
+    """Ended with UNAVAILABLE: the time was over, or no worker came for them."""
 
 
 class Drainer:
@@ -31,7 +32,7 @@ class Drainer:
         """Set when there is nothing left to wait for."""
         self._is_final = False
         self._in_haste = False
-        front_end.engine.book.on_idle = self._over.set
+        front_end.engine.book.on_idle = self._note_idle
 
     async def stop(self, timeout_s: float) -> int:
         """The drain before the process ends; nothing takes it back.
@@ -50,19 +51,19 @@ class Drainer:
 
     async def drain(self, timeout_s: float | None) -> DrainResult:
         """Stops admission and waits; after `timeout_s` what is left is cancelled. None: waits for ever."""
-        engine = self._front_end.engine
-        requests = engine.book.requests
-        self._front_end.draining = True
-        num_live = len(requests)
+        front_end = self._front_end
+        totals = front_end.engine.book.totals
+        front_end.draining = True
+        num_live, num_unserved = len(front_end.unended), totals["unserved"]
         log.info("draining", num_live=num_live)
-        if requests and not self._in_haste:
+        if num_live and not self._in_haste:
             self._over.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._over.wait()
-        num_cancelled = len(requests)
-        for live in list(requests.values()):
-            engine.cancel(live, Unavailable("DRAINING", "the server stopped before the request ended"))
+        for live in front_end.unended:
+            front_end.end(live, Unavailable("DRAINING", "the server stopped before the request ended"))
+        num_cancelled = totals["unserved"] - num_unserved
         await self._flush(1.0 if self._in_haste else 5.0)
         log.info("drained", num_finished=num_live - num_cancelled, num_cancelled=num_cancelled)
         return DrainResult(num_live - num_cancelled, num_cancelled)
@@ -76,6 +77,10 @@ class Drainer:
         if self._is_final:
             raise Unavailable("DRAINING", "the server is stopping")
         self._front_end.draining = False
+
+    def _note_idle(self) -> None:
+        if not self._front_end.unended:
+            self._over.set()
 
     async def _flush(self, timeout_s: float) -> None:
         """Lets streams deliver their last messages: a stream ends by dropping its request from the registry."""

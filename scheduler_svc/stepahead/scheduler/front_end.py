@@ -22,6 +22,7 @@ from stepahead.scheduler.core import FinishReason, Ordering
 from stepahead.scheduler.delivery import StreamWriter
 from stepahead.scheduler.engine import Engine
 from stepahead.scheduler.errors import (
+    ApiError,
     DuplicateRequest,
     FieldViolation,
     InvalidRequest,
@@ -55,7 +56,8 @@ class FrontEnd:
         self.cluster = cluster
         self.settings = settings
         self.newcomers = Newcomers(engine, settings)
-        self._draining = False
+        self.draining = False
+        """Whether nothing new is accepted."""
         self.live: dict[Name, LiveRequest] = {}
         """Until the last stream of the request is gone and nobody may come back for it."""
         self.empty = asyncio.Event()
@@ -71,16 +73,9 @@ class FrontEnd:
         """Those among them that a Cancel has named (rule F1)."""
 
     @property
-    def draining(self) -> bool:
-        """Whether nothing new is accepted."""
-        return self._draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self._draining = draining
-        if draining:
-            for live in self.newcomers.requests:
-                self.newcomers.end(live, _draining())
+    def unended(self) -> list[LiveRequest]:
+        """Accepted requests that have not ended: in the core, and waiting for a worker."""
+        return [*self.engine.book.requests.values(), *self.newcomers.requests]
 
     # -------------------------------------------------------------------------------------------- ways in
 
@@ -271,10 +266,11 @@ class FrontEnd:
         if len(self._ended) > MAX_REMEMBERED_IDS:
             self._ended.popitem(last=False)
 
-    def end(self, live: LiveRequest) -> None:
-        """Cancels a request, wherever it is. Harmless if it has ended."""
-        if not self.newcomers.end(live, RequestCancelled("the request was cancelled"), FinishReason.CANCELLED):
-            self.engine.cancel(live)
+    def end(self, live: LiveRequest, error: ApiError | None = None) -> None:
+        """Ends a request, wherever it is: with `error`, or as cancelled. Harmless if it has ended."""
+        reason = FinishReason.CANCELLED if error is None else FinishReason.ERROR
+        if not self.newcomers.end(live, error or RequestCancelled("the request was cancelled"), reason):
+            self.engine.cancel(live, error)
 
     def cancel(self, caller: Caller, request_id: str) -> generation_pb2.CancelOutcome.ValueType:
         """Ends a request of the caller by its public id, and what was kept of it. Idempotent (rule F3)."""

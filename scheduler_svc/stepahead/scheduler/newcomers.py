@@ -91,8 +91,10 @@ class Newcomers:
         return True
 
     def _submit_all(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for live, newcomer in waiting.items():
+        while self._waiting:
+            # One by one: whoever looks meanwhile finds each of them here or in the core.
+            live = next(iter(self._waiting))
+            newcomer = self._waiting.pop(live)
             newcomer.timer.cancel()
             try:
                 self._engine.submit(live, newcomer.compiled)

@@ -19,7 +19,7 @@ from stepahead.scheduler.core import (
 )
 from stepahead.scheduler.core_bridge import error_of, is_stop_id
 from stepahead.scheduler.delivery import MessageBudget, StreamWriter
-from stepahead.scheduler.errors import ApiError, InternalError
+from stepahead.scheduler.errors import ApiError, InternalError, Unavailable
 from stepahead.scheduler.live_request import Choice, LiveRequest, now_ns
 from stepahead.scheduler.steady_rows import LaneRows, SteadyRows
 from stepahead.scheduler.subscription import Subscription
@@ -47,9 +47,10 @@ class RequestBook:
         self.choices: dict[RequestKey, Choice] = {}
         self.with_stop_strings: set[RequestKey] = set()
         """Choices whose text is scanned at commit."""
-        self.totals = {"accepted": 0, "finished": 0, "cancelled": 0, "failed": 0}
+        self.totals = {"accepted": 0, "finished": 0, "cancelled": 0, "failed": 0, "unserved": 0}
+        """Requests since start; "unserved" are those among the failed that ended with UNAVAILABLE."""
         self.on_idle: Callable[[], None] = lambda: None
-        """Called when the last live request has ended."""
+        """Called when a request has ended and the core has none left."""
         self._budget = budget
         self._abort = abort
         self._note_end = note_end
@@ -221,8 +222,6 @@ class RequestBook:
     def _end(self, live: LiveRequest) -> None:
         del self.requests[live.key]
         self._conclude(live)
-        if not self.requests:
-            self.on_idle()
 
     def _conclude(self, live: LiveRequest) -> None:
         """The one place where a request ends in the shell."""
@@ -230,6 +229,8 @@ class RequestBook:
         live.is_over = True
         self._count_end(live)
         self._announce(live)
+        if not self.requests:
+            self.on_idle()
 
     def _announce(self, live: LiveRequest) -> None:
         """News that must not wait for the budget: a first token, an end."""
@@ -242,4 +243,5 @@ class RequestBook:
         worst = max(reasons, key=list(FinishReason).index)
         kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(worst, "finished")
         self.totals[kind] += 1
+        self.totals["unserved"] += isinstance(live.error, Unavailable)
         self._note_end(live, worst)
