@@ -81,7 +81,7 @@ async def test_the_only_worker_never_comes_back(tmp_path: Path) -> None:
     """O1: nothing hangs, and the status invites another try."""
     async with (
         run("worker", *worker_arguments(MODEL), log=tmp_path / "worker.log") as worker,
-        serve_scheduler(worker.address, lane_wait_s=0.2) as stack,
+        serve_scheduler(worker.address, lane_wait_s=0.2, worker_wait_s=0.0) as stack,
     ):
         await eventually(lambda: bool(stack.server.engine.links))
         calls = await begun(stack, long_requests(3, 400))

@@ -12,6 +12,7 @@ import pytest
 
 from stepahead.cli.failures import describe
 from stepahead.client import AsyncClient, DeadlineError
+from stepahead.scheduler import worker_link
 from stepahead.scheduler.constraints.compiler import CompiledConstraint
 from stepahead.scheduler.errors import FieldViolation, InvalidRequest
 from stepahead.scheduler.live_request import LiveRequest
@@ -50,9 +51,9 @@ async def waiting(stack: Stack, count: int) -> None:
 
 
 async def test_newcomers_wait_for_the_worker_to_come_back() -> None:
-    """O1, O4: nobody is refused, and readiness says that nothing runs."""
+    """O1, O4: nobody is refused, however long the worker has been away; readiness says that nothing runs."""
     messages = [request([index, 7], 20, request_id=f"r{index}") for index in range(5)]
-    async with without_its_worker() as (stack, port):
+    async with without_its_worker(lane_wait_s=0.0) as (stack, port):
         answers = [asyncio.create_task(stack.answer(message)) for message in messages[:4]]
         multiplex: Any = stack.generation.Multiplex()
         submit = generation_pb2.MultiplexSubmit(handle=1, request=messages[4])
@@ -74,7 +75,7 @@ async def test_newcomers_wait_for_the_worker_to_come_back() -> None:
 
 
 async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
-    """F8, O1: its own deadlines, the server's option and the time after which a worker is given up."""
+    """F8, O1: its own deadlines and the server's option."""
     async with without_its_worker() as (stack, _):
         queue: dict[str, Any] = {"queue_timeout_ms": 20}
         for timeouts in ({"timeout_ms": 20}, queue, {"timeout_ms": 60_000} | queue):
@@ -89,10 +90,40 @@ async def test_a_newcomer_waits_no_longer_than_it_may() -> None:
         )
         totals = (await stack.status()).totals
         assert (totals.requests_accepted, totals.requests_failed) == (4, 4)
-    for fields in ({"worker_wait_s": 0.02}, {"lane_wait_s": 0.02}):
-        async with without_its_worker(**fields) as (stack, _):
+    for wait_s in (0.02, 0.0):
+        async with without_its_worker(worker_wait_s=wait_s) as (stack, _):
             refused = await stack.generate([1], 1)
             assert (refused.code, refused.error_info.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_READY")
+
+
+async def test_who_gets_no_worker_hears_that_one_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1: a worker that came back as another one is named for as long as it is there."""
+    monkeypatch.setattr(worker_link, "REFUSED_BACKOFF_S", 0.05)
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    why = f"the worker at {address} was refused: its max_model_len is 128, not 256"
+    async with AsyncExitStack() as exits, AsyncExitStack() as exit_good, AsyncExitStack() as exit_bad:
+        good = await exit_good.enter_async_context(serve_worker(MODEL, step_s=0.01))
+        fields: dict[str, Any] = {"lane_wait_s": 0.05, "worker_wait_s": 0.05}
+        stack = await exits.enter_async_context(serve_scheduler(good.address, address, **fields))
+        await eventually(lambda: bool(stack.server.engine.links))
+        await exit_bad.enter_async_context(serve_worker(MODEL, port=port, max_model_len=128))
+        _, link = stack.server.cluster.links
+        await eventually(lambda: bool(link.refusal))
+        running = asyncio.create_task(stack.generate([1], 200))
+        await eventually(lambda: stack.server.engine.core.num_running == 1)
+        await exit_good.aclose()
+        lost, late, expired = (
+            await running,
+            await stack.generate([1], 1),
+            await stack.generate([1], 1, timeout_ms=9),
+        )
+        assert lost.message == f"the worker was lost and none came back in time: {why}"
+        assert late.message == f"no worker is ready; waited 0.05 s for one: {why}"
+        assert expired.message == f"the deadline passed in phase queue after 0 tokens: no worker is ready: {why}"
+        await exit_bad.aclose()
+        await eventually(lambda: not link.refusal)
+        assert (await stack.generate([1], 1)).message == "no worker is ready; waited 0.05 s for one"
 
 
 async def test_no_more_newcomers_wait_than_the_queue_holds() -> None:

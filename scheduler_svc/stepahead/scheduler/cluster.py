@@ -14,7 +14,6 @@ from stepahead.scheduler.constraints.compiler import ConstraintCompiler
 from stepahead.scheduler.constraints.token_table import token_table
 from stepahead.scheduler.core import LaneConfig, LaneId
 from stepahead.scheduler.engine import Engine
-from stepahead.scheduler.errors import Unavailable
 from stepahead.scheduler.link_owner import WorkerRefused
 from stepahead.scheduler.served_model import ServedModel
 from stepahead.scheduler.settings import Settings
@@ -43,6 +42,7 @@ class Cluster:
         """Called with the address of a worker that cannot join, and why, each time it is asked."""
         self._engine = engine
         engine.on_fatal = end_process
+        engine.why_no_worker = self._why_no_worker
         self._epoch = 0
         self._adopting = asyncio.Lock()
         self._settings = settings
@@ -139,8 +139,15 @@ class Cluster:
             Unavailable: no worker has answered yet.
         """
         if self.model is None:
-            raise Unavailable("NOT_READY", "no worker is ready yet")
+            raise self._engine.no_worker("NOT_READY", "no worker is ready yet")
         return self.model
+
+    def _why_no_worker(self) -> str:
+        refused = [link for link in self.links if link.refusal]
+        if not refused:
+            return ""
+        others = f" ({len(refused) - 1} more were refused)" if len(refused) > 1 else ""
+        return f"the worker at {refused[0].address} was refused: {refused[0].refusal}{others}"
 
     # -------------------------------------------------------------------------------------------- LinkOwner
 

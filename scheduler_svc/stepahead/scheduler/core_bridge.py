@@ -50,22 +50,30 @@ def _core_request(live: LiveRequest, choice: Choice) -> Request:
     )
 
 
-def deadline_passed(phase: str, num_output_tokens: int, *, has_worker: bool) -> DeadlineExceeded:
-    """What a request ends with whose time is over; `phase` is "queue" or "run"."""
+def deadline_passed(phase: str, num_output_tokens: int, no_worker: str | None) -> DeadlineExceeded:
+    """What a request ends with whose time is over.
+
+    Args:
+        phase: "queue" or "run".
+        num_output_tokens: what it has got.
+        no_worker: why no lane is open, as far as it is known; None: one is.
+    """
     tokens = "1 token" if num_output_tokens == 1 else f"{num_output_tokens} tokens"
     metadata = {"phase": phase, "output_tokens": str(num_output_tokens)}
     text = f"the deadline passed in phase {phase} after {tokens}"
-    if not has_worker:
+    if no_worker is not None:
         text, metadata["worker"] = f"{text}: no worker is ready", "none"
+        if no_worker:
+            text = f"{text}: {no_worker}"
     return DeadlineExceeded(text, metadata=metadata)
 
 
-def error_of(finished: Finished, *, has_worker: bool = True) -> ApiError | None:
-    """What the stream ends with; None for a normal end. `has_worker`: whether any lane is open."""
+def error_of(finished: Finished, no_worker: str | None = None) -> ApiError | None:
+    """What the stream ends with; None for a normal end. `no_worker` as of `deadline_passed`."""
     if finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     if finished.deadline_phase is not None:
-        return deadline_passed(finished.deadline_phase, finished.num_output_tokens, has_worker=has_worker)
+        return deadline_passed(finished.deadline_phase, finished.num_output_tokens, no_worker)
     if finished.fault is RowFault.NOTHING_ALLOWED:
         return NothingAllowed(finished.num_output_tokens)
     if finished.fault is not None:

@@ -93,8 +93,8 @@ class Engine:
         self.links: dict[LaneId, WorkerLink] = {}
         """Lanes that are open."""
         self.on_lane_opened: Callable[[], None] = lambda: None
-        self.no_lane_since_s = loop.time()
-        """When the last lane was lost, on the loop's clock; at first, when this began."""
+        self.why_no_worker: Callable[[], str] = lambda: ""
+        """What is known about why no worker takes work, for whoever is told so; empty: nothing."""
         self.on_fatal: Callable[[Exception], None] = _raise
         """Called when a turn fails half-way: the process must end (rule O5)."""
         self._loop = loop
@@ -128,7 +128,7 @@ class Engine:
         except QueueFull as error:
             raise Overloaded(str(error), retry_delay_ms=1000) from error
         except UnknownLane as error:
-            raise Unavailable("NOT_READY", "no worker is ready") from error
+            raise self.no_worker("NOT_READY", "no worker is ready") from error
         except RequestInfeasible as error:
             raise InvalidRequest(
                 [FieldViolation("stopping.max_tokens", f"prompt and output need {error}")],
@@ -193,7 +193,6 @@ class Engine:
         if self.links:
             self._plan_open_lanes()
             return
-        self.no_lane_since_s = self._loop.time()
         if self.book.requests:
             self._lane_wait_timer = self._loop.call_later(self.settings.lane_wait_s, self._give_up_waiting)
 
@@ -205,7 +204,12 @@ class Engine:
     def _give_up_waiting(self) -> None:
         self._lane_wait_timer = None
         for live in list(self.book.requests.values()):
-            self.cancel(live, Unavailable("WORKER_LOST", "the worker was lost and none came back in time"))
+            self.cancel(live, self.no_worker("WORKER_LOST", "the worker was lost and none came back in time"))
+
+    def no_worker(self, reason: str, text: str) -> Unavailable:
+        """A status of the given reason, and why no worker takes work as far as it is known."""
+        why = self.why_no_worker()
+        return Unavailable(reason, f"{text}: {why}" if why else text)
 
     # -------------------------------------------------------------------------------------------- the loop
 
@@ -309,10 +313,11 @@ class Engine:
     def _expire(self) -> None:
         self._deadline_timer = None
         self.finish_turn()
+        no_worker = None if self.links else self.why_no_worker()
         for finished in self.core.expire(now_ns()):
             choice = self.book.choices.get(finished.key)
             if choice is not None:  # else it went with another choice of its request
-                self.book.end_choice(choice, finished, error_of(finished, has_worker=bool(self.links)))
+                self.book.end_choice(choice, finished, error_of(finished, no_worker))
         self._arm_deadline_timer()
         self._plan_open_lanes()
 

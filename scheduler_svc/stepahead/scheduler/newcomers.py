@@ -14,7 +14,7 @@ from stepahead.scheduler.constraints.compiler import CompiledConstraint
 from stepahead.scheduler.core import FinishReason, QueueFull
 from stepahead.scheduler.core_bridge import deadline_passed
 from stepahead.scheduler.engine import Engine
-from stepahead.scheduler.errors import ApiError, Overloaded, Unavailable
+from stepahead.scheduler.errors import ApiError, Overloaded
 from stepahead.scheduler.live_request import LiveRequest, now_ns
 from stepahead.scheduler.settings import Settings
 
@@ -33,8 +33,9 @@ class _Newcomer:
 class Newcomers:
     """Those who wait for a worker, first come first.
 
-    How long each may wait is known when it comes: the first lane that opens takes all of them, so that none can see
-    a lane open and be lost again. From then on they wait as any accepted request does.
+    How long each may wait is known when it comes, and does not depend on how long the worker has been away. The
+    first lane that opens takes all of them, so that none can see a lane open and be lost again. From then on they
+    wait as any accepted request does.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -62,24 +63,29 @@ class Newcomers:
 
         Raises:
             Overloaded: the queue would be full.
-            Unavailable: nobody waits (any more), for as long as the settings say.
+            Unavailable: the settings say that nobody waits.
         """
-        engine, loop = self._engine, asyncio.get_running_loop()
-        now_s = loop.time()
-        until_s = min(now_s + self._settings.worker_wait_s, engine.no_lane_since_s + self._settings.lane_wait_s)
-        if now_s >= until_s:
-            raise Unavailable("NOT_READY", "no worker is ready")
-        num_waiting = self.num_waiting + len(engine.core.waiting)
+        loop, wait_s = asyncio.get_running_loop(), self._settings.worker_wait_s
+        if not wait_s:
+            raise self._engine.no_worker("NOT_READY", "no worker is ready")
+        num_waiting = self.num_waiting + len(self._engine.core.waiting)
         if num_waiting + len(live.choices) > self._settings.max_waiting_requests:
             raise Overloaded(str(QueueFull(num_waiting)), retry_delay_ms=1000)
         accepted = live.accepted
         limits_ms = [limit for limit in (accepted.timeout_ms, accepted.queue_timeout_ms) if limit is not None]
-        error: ApiError = Unavailable("NOT_READY", f"no worker is ready; waited {until_s - now_s:.3g} s for one")
+        give_up, until_s = self._refuse, loop.time() + wait_s
         if limits_ms:
-            deadline_s = now_s + min(limits_ms) / 1000 - (now_ns() - live.times.accepted_ns) / 1e9
+            deadline_s = loop.time() + min(limits_ms) / 1000 - (now_ns() - live.times.accepted_ns) / 1e9
             if deadline_s < until_s:
-                until_s, error = deadline_s, deadline_passed("queue", 0, has_worker=False)
-        self._waiting[live] = _Newcomer(compiled, loop.call_at(until_s, self.end, live, error))
+                give_up, until_s = self._expire, deadline_s
+        self._waiting[live] = _Newcomer(compiled, loop.call_at(until_s, give_up, live))
+
+    def _refuse(self, live: LiveRequest) -> None:
+        text = f"no worker is ready; waited {self._settings.worker_wait_s:.3g} s for one"
+        self.end(live, self._engine.no_worker("NOT_READY", text))
+
+    def _expire(self, live: LiveRequest) -> None:
+        self.end(live, deadline_passed("queue", 0, self._engine.why_no_worker()))
 
     def end(self, live: LiveRequest, error: ApiError, reason: FinishReason = FinishReason.ERROR) -> bool:
         """Ends a request that waits here with a status now; whether it does wait here."""

@@ -38,7 +38,7 @@ class Settings:
     lane_wait_s: float = 120.0
     """How long accepted requests wait for a worker when there is none."""
     worker_wait_s: float = 30.0
-    """How long a new request waits for a lost worker to come back; `lane_wait_s` bounds it too."""
+    """How long a new request waits for a lost worker to come back, from its own arrival on; 0: not at all."""
     max_step_s: float = 120.0
     """A step that runs longer is a hang: the worker's session is closed."""
     keepalive_s: float = 10.0

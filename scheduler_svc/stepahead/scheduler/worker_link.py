@@ -75,6 +75,7 @@ class WorkerLink:
         self.last_completed_step_id = 0
         self.is_retired = False
         """No new session is opened; the one that stands goes on until it ends."""
+        self.refusal = ""  # why it cannot join as it is; empty: it can, or it does not answer
         self._owner = owner
         self._settings = settings
         self._instance_id = instance_id
@@ -164,7 +165,8 @@ class WorkerLink:
                     await self._session(worker_pb2_grpc.WorkerServiceStub(channel))
                 backoff_s = FIRST_BACKOFF_S
             except WorkerRefused as error:
-                self._owner.on_refused(self, str(error))
+                self.refusal = str(error)
+                self._owner.on_refused(self, self.refusal)
                 backoff_s = REFUSED_BACKOFF_S
             except grpc.aio.AioRpcError as error:
                 # Loading, restarting, unreachable: back-off belongs to the session, not to the channel.
@@ -178,6 +180,7 @@ class WorkerLink:
         self.state = LinkState.CLOSED
 
     def _log_not_ready(self, status: str, detail: str) -> None:
+        self.refusal = ""
         if (status, detail) == self._not_ready:
             return  # said already: it is asked every second
         self._not_ready = status, detail
@@ -194,6 +197,7 @@ class WorkerLink:
         except ValueError as error:
             raise WorkerRefused(f"it cannot be used: {error}") from error
         await self._owner.adopt(self, stub)
+        self.refusal = ""
         epoch = self._owner.next_epoch()
         self._forget_session()
         generation = 1
