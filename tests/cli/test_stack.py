@@ -89,6 +89,9 @@ class Services:
         ready = re.findall(r"^worker started (\d+) ", self.journal.read_text(), re.MULTILINE)
         return [int(pid) for pid in ready]
 
+    def restarts_told(self) -> list[str]:
+        return [line for line in self.view.seen if line.startswith(("again: ", "back: "))]
+
     async def until_seen(self, line: str) -> None:
         while line not in self.view.seen:  # noqa: ASYNC110 - a list
             await asyncio.sleep(0.01)
@@ -225,6 +228,9 @@ async def test_a_stop_while_a_worker_is_away_is_in_order(services: Services):
     restart = RestartPolicy(first_delay_s=30, most_delay_s=30)
     assert await run_stack(services.stack(restart=restart), body) == "done"
     assert services.ends() == ["scheduler SIGTERM"]
+    assert [line for line in services.view.seen if "worker was" in line] == [
+        "again: worker was ended by SIGKILL 1 30"
+    ]
 
 
 async def test_a_worker_that_dies_in_a_drain_is_started_again(services: Services):
@@ -237,7 +243,8 @@ async def test_a_worker_that_dies_in_a_drain_is_started_again(services: Services
     async def kill_then_end() -> None:
         await services.until("scheduler SIGTERM")
         os.kill(services.worker_pids()[0], signal.SIGKILL)
-        await services.until_seen("back: worker")
+        while len(services.worker_pids()) < 2:  # noqa: ASYNC110 - another process writes the line
+            await asyncio.sleep(0.01)
         scheduler = re.findall(r"^scheduler started (\d+) ", services.journal.read_text(), re.MULTILINE)
         os.kill(int(scheduler[0]), signal.SIGTERM)  # its requests have finished
 
@@ -249,6 +256,44 @@ async def test_a_worker_that_dies_in_a_drain_is_started_again(services: Services
     assert (caught.value.killed, caught.value.served) == (False, True)
     assert len(services.worker_pids()) == 2
     assert services.ends()[-1] == "worker SIGTERM"
+    assert services.restarts_told() == []
+
+
+async def test_a_drain_goes_on_counting_how_often_a_worker_was_started(services: Services):
+    killed = "worker was ended by SIGKILL"
+
+    async def body(ready: StackReady) -> None:
+        with services.journal.open("a") as file:
+            file.write("FAIL\n")
+        os.kill(services.worker_pids()[0], signal.SIGKILL)
+        await services.until_seen("again: worker exited with code 3: no such model 2 0.02")
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    restart = RestartPolicy(most=3, first_delay_s=0.01)
+    stack = services.stack(worker="fade", scheduler="drains", restart=restart, drain_timeout=3600.0)
+    with pytest.raises(StackError, match="no such model; it was started again 3 times"):
+        await run_stack(stack, body)
+    assert services.restarts_told()[0] == f"again: {killed} 1 0.01"
+    assert len([line for line in services.lines() if line.startswith("worker started")]) == 4
+
+
+async def test_who_stops_in_haste_starts_no_worker_again(services: Services):
+    async def body(ready: StackReady) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    async def again() -> None:
+        await services.until("scheduler SIGTERM")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    interrupter = asyncio.create_task(again())
+    with pytest.raises(StackInterrupted) as caught:
+        await run_stack(services.stack(scheduler="drains", restart=RestartPolicy(first_delay_s=0.0)), body)
+    await interrupter
+    assert (caught.value.killed, caught.value.exit_code) == (True, 143)
+    assert services.restarts_told() == []
+    assert len(services.worker_pids()) == 1
 
 
 async def test_a_drain_that_lost_its_last_worker_ends_and_says_why(services: Services):

@@ -113,7 +113,10 @@ class Stack:
         self._workers: list[Child] = []
         self._addresses: list[str] = []
         self._scheduler: Child | None = None
+        self._keepers: list[asyncio.Task[StackError]] = []
         self._is_failed = False
+        self._is_stopping = False
+        self._in_haste = False
 
     async def start(self) -> StackReady:
         """Starts everything and waits until it serves. Raises StackError; call `stop` in any case."""
@@ -135,7 +138,7 @@ class Stack:
         scheduler = set[asyncio.Task[StackError]]()
         if self._scheduler is not None:
             scheduler.add(asyncio.create_task(self._scheduler.death()))
-        workers = {asyncio.create_task(self._keep(index)) for index in range(len(self._workers))}
+        workers = set(self._keep_all())
         try:
             while True:
                 done, _ = await asyncio.wait(scheduler | workers, return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +148,14 @@ class Stack:
                         raise each.result()
                     self._view.worker_lost(each.result())
         finally:
-            await _cancel(scheduler | workers)
+            # Those who keep the workers go on: a drain needs them, and how often they have tried.
+            await _cancel(scheduler)
+
+    def _keep_all(self) -> list[asyncio.Task[StackError]]:
+        """One task per worker, the same ones until the stack has stopped."""
+        if not self._keepers:
+            self._keepers = [asyncio.create_task(self._keep(index)) for index in range(len(self._workers))]
+        return self._keepers
 
     async def _keep(self, index: int) -> StackError:
         """Starts a worker again each time it ends by itself; returns why, once it is gone for good."""
@@ -156,7 +166,8 @@ class Stack:
             return error
         restarts = Restarts(self._restart)
         while (delay_s := restarts.delay_after(clock() - ready_s)) is not None:
-            self._view.worker_restarts(self._workers[index].name, error, restarts, delay_s)
+            if not self._is_stopping:
+                self._view.worker_restarts(self._workers[index].name, error, restarts, delay_s)
             await asyncio.sleep(delay_s)
             try:
                 await self._start_again(index)
@@ -176,31 +187,31 @@ class Stack:
         name = self._workers[index].name
         self._workers[index] = await self._spawn(name, (*self._commands.worker, *arguments))
         await self._until_ready(self._workers[index])
-        self._view.worker_back(name)
+        if not self._is_stopping:
+            self._view.worker_back(name)
 
     async def stop(self) -> None:
         """Stops the scheduler, then the workers. Raises StackError if one had to be killed or failed."""
+        self._is_stopping = True
         if self._scheduler is not None and self._scheduler.running and not self._is_failed:
             self._view.stopping()
         scheduler = [] if self._scheduler is None else [self._scheduler]
         keeping = asyncio.create_task(self._keep_for_drain())
         problems = await self._stop_children(scheduler, self._options.drain_timeout + _STOP_GRACE_S)
-        if keeping.done() and (lost := keeping.result()) is not None:
+        if keeping.done() and not keeping.cancelled() and (lost := keeping.result()) is not None:
             problems.append(lost.message)
-        await _cancel([keeping])
+        await _cancel([keeping, *self._keepers])
         problems += await self._stop_children(self._workers, _STOP_GRACE_S)
         if problems:
             raise StackError("; ".join(problems))
 
     async def _keep_for_drain(self) -> StackError | None:
         """Starts workers again that accepted requests wait for. Says why once none is left, and waits no longer."""
-        if self._restart is None or self._is_failed or self._scheduler is None or not self._workers:
+        in_vain = self._restart is None or self._is_failed or self._in_haste or not self._workers
+        if self._scheduler is None or in_vain:
+            await _cancel(self._keepers)
             return None
-        works = [asyncio.create_task(self._keep(index)) for index in range(len(self._workers))]
-        try:
-            errors = await asyncio.gather(*works)
-        finally:
-            await _cancel(works)
+        errors = await asyncio.gather(*self._keep_all())
         self._is_failed = True
         self._view.failed(errors[-1])
         self._scheduler.send_signal(signal.SIGTERM)  # a second one: what it has cannot finish
@@ -221,6 +232,9 @@ class Stack:
 
     def hurry(self) -> None:
         """Cuts a stop short: the scheduler tells its requests that they end; what hangs is killed."""
+        self._in_haste = True
+        for keeper in self._keepers:
+            keeper.cancel()
         for child in self._children():
             child.send_signal(signal.SIGTERM)
         asyncio.get_running_loop().call_later(_HASTE_S, self.kill)
