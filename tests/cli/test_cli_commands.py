@@ -395,6 +395,15 @@ def test_value_that_does_not_fit_is_bad_input_without_a_server(stepahead):
     assert "stopping.max_tokens: -1" in result.stderr
 
 
+def test_status_counts_sequences_apart_from_requests(stepahead, fake: FakeServer):
+    """A request of five choices may have two that run and three that wait."""
+    fake.status.num_running, fake.status.num_waiting = 2, 3
+    fake.status.totals.requests_accepted = 1
+    lines = [" ".join(line.split()) for line in stepahead("status", "--address", fake.address).stdout.splitlines()]
+    assert "sequences 2 running, 3 waiting" in lines
+    assert any(line.startswith("requests since start 1 accepted, ") for line in lines)
+
+
 def test_nobody_listening_says_how_to_start_a_server(stepahead):
     for arguments in (("status",), ("generate", "hi"), ("chat", "hi")):
         result = stepahead(*arguments, "--address", "127.0.0.1:1")

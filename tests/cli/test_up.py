@@ -8,6 +8,7 @@ import pytest
 from click.testing import Result
 
 from stepahead.cli import up as up_command
+from stepahead.cli.child import Child
 from stepahead.cli.failures import StackError, StackInterrupted
 from stepahead.cli.options import ListenAddress, Overlap, Size
 from stepahead.worker.settings import parse_size
@@ -59,6 +60,20 @@ def test_a_chosen_log_folder_stays(up, tmp_path):
     logs = tmp_path / "logs"
     assert up(StackInterrupted(2, killed=False, served=True), "--log-dir", str(logs)).exit_code == 0
     assert (logs / "worker.log").exists()
+
+
+def test_a_log_folder_that_cannot_be_made_is_told_in_one_line(up, tmp_path):
+    file = tmp_path / "a-file"
+    file.touch()
+    result = up(StackInterrupted(2, killed=False, served=True), "--log-dir", str(file / "x"))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: cannot write logs in {file / 'x'} (--log-dir): Not a directory\n"
+
+
+async def test_a_log_that_cannot_be_opened_is_an_input_error(tmp_path):
+    with pytest.raises(StackError) as caught:
+        await Child.start("worker", ["true"], tmp_path)
+    assert (caught.value.message, caught.value.exit_code) == (f"cannot write the log {tmp_path}: Is a directory", 2)
 
 
 @pytest.mark.parametrize("command", ["up", "demo"])

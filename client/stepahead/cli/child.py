@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from stepahead.cli.announcements import Announcement, Failed, parse_announcement
 from stepahead.cli.exit_codes import EXIT_USAGE
@@ -38,7 +38,10 @@ class Child:
 
     @classmethod
     async def start(cls, name: str, argv: Sequence[str], log_path: Path | None) -> Self:
-        """Starts `argv` with an announcement pipe. Its output goes to `log_path`, or to our stderr if None."""
+        """Starts `argv` with an announcement pipe. Its output goes to `log_path`, or to our stderr if None.
+
+        Raises StackError if the log cannot be opened.
+        """
         read_fd, write_fd = os.pipe()
         try:
             reader = asyncio.StreamReader()
@@ -46,7 +49,7 @@ class Child:
                 lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
             )
             # The file object is closed right away: the child has its own descriptor.
-            log_file = None if log_path is None else log_path.open("ab")
+            log_file = None if log_path is None else _open_log(log_path)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *_TETHERED,
@@ -139,3 +142,10 @@ class Child:
                 "try fewer --workers, a smaller --kv-cache-bytes or a smaller model"
             )
         return self.where_its_log_is()
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise StackError(f"cannot write the log {path}: {error.strerror}", exit_code=EXIT_USAGE) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from stepahead.cli.exit_codes import EXIT_USAGE
 from stepahead.cli.failures import StackError, StackInterrupted
 
 # One module per dependency that an extra brings and that its service imports first.
@@ -63,12 +64,16 @@ def require_free_port(listen: str) -> None:
 
 
 def make_log_dir(log_dir: Path | None, *, verbose: bool) -> Path | None:
-    """The folder of the services' logs, or None to show them on stderr."""
+    """The folder of the services' logs, or None to show them on stderr. Raises StackError if it cannot be made."""
     if verbose:
         return None
-    if log_dir is None:
-        return Path(tempfile.mkdtemp(prefix="stepahead-"))
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        if log_dir is None:
+            return Path(tempfile.mkdtemp(prefix="stepahead-"))
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = "in the temporary folder" if log_dir is None else f"in {log_dir} (--log-dir)"
+        raise StackError(f"cannot write logs {where}: {error.strerror}", exit_code=EXIT_USAGE) from error
     return log_dir
 
 

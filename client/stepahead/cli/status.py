@@ -36,10 +36,11 @@ def _summary(status: ServerStatus) -> Table:
     rows.add_column(overflow="fold")
     rows.add_row("state", status.state.value.replace("_", " "))
     rows.add_row("model", status.model)
-    rows.add_row("requests", f"{status.num_running} running, {status.num_waiting} waiting")
+    # Each choice of a request is one.
+    rows.add_row("sequences", f"{status.num_running} running, {status.num_waiting} waiting")
     rows.add_row(
-        "since start",
-        f"{totals.requests_accepted:,} accepted, {totals.requests_finished:,} finished, "
+        "requests",
+        f"since start {totals.requests_accepted:,} accepted, {totals.requests_finished:,} finished, "
         f"{totals.requests_cancelled:,} cancelled, {totals.requests_failed:,} failed",
     )
     rows.add_row(
