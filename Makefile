@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 PROFILE ?= ci
 # Seconds until hanging tests are aborted, which prints where every thread stands. pytest's own limit per test cannot
 # interrupt native code.
-UNIT_LIMIT_S ?= 900
+UNIT_LIMIT_S ?= 1000
 # Processes that share the tests, a file at a time. Servers and models of one test use both cores of a small machine for
 # moments only.
 TEST_PROCESSES ?= 2
