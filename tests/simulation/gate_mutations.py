@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -98,16 +99,8 @@ def send_masks_of_any_epoch(patch: pytest.MonkeyPatch) -> None:
     """A worker that has started again gets the masks that the one before it had asked for (I3, O2)."""
     made_for = Gates._made
 
-    def mutant(
-        gates: Gates,
-        link: WorkerLink,
-        _: int,
-        step_id: StepId,
-        rows: list[GateRow],
-        keys: list[RequestKey],
-        made: asyncio.Future[Masks],
-    ) -> None:
-        made_for(gates, link, link.worker_epoch, step_id, rows, keys, made)
+    def mutant(gates: Gates, link: WorkerLink, _: int, *rest: Any) -> None:
+        made_for(gates, link, link.worker_epoch, *rest)
 
     patch.setattr(Gates, "_made", mutant)
 
